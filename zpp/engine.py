@@ -1,0 +1,85 @@
+"""What every collective of a communicator shares: transport, kernels, pipelines, buffers, counters."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+
+import torch
+
+from zpp.agreement import Agreement
+from zpp.format import BlockFormat, Noise, Rounding, ValueType
+from zpp.kernels import Kernels
+from zpp.layout import GROUP, round_up
+from zpp.pipeline import Pipeline
+from zpp.stats import Stats
+from zpp.topology import Axis, Topology
+from zpp.transport import Channel, Pending, Transport
+from zpp.workspace import Workspace
+
+VALUE_TYPES = {
+    torch.float32: ValueType.FLOAT32,
+    torch.bfloat16: ValueType.BFLOAT16,
+    torch.float16: ValueType.FLOAT16,
+}
+"""The dtypes that formats encode. Every other dtype travels as it is."""
+
+
+@dataclass
+class Engine:
+    """`span` bounds a pipeline job: the values of the full tensor that one job moves."""
+
+    transport: Transport
+    kernels: Kernels
+    workspace: Workspace
+    stats: Stats
+    agreement: Agreement
+    device: torch.device
+    span: int = 4 << 20
+    seed: int = 0
+    strict: bool = False
+    gathers: Pipeline = field(default_factory=lambda: Pipeline("gather"))
+    reductions: Pipeline = field(default_factory=lambda: Pipeline("reduction"))
+    _streams: itertools.count[int] = field(default_factory=itertools.count)
+
+    @property
+    def topology(self) -> Topology:
+        return self.transport.topology
+
+    def shard_span(self) -> int:
+        """Values of one shard that a pipeline job moves."""
+        return max(1, self.span // self.topology.world_size)
+
+    def noise(self, fmt: BlockFormat, stream: int, offset: int, shard_numel: int) -> Noise | None:
+        """The random numbers of this rank for a span of one hop; None where the format rounds to nearest."""
+        if fmt.rounding is Rounding.NEAREST:
+            return None
+        keyed = (stream * self.topology.world_size + self.topology.rank) % 2**64
+        return Noise(self.seed, keyed, offset, round_up(shard_numel, GROUP))
+
+    def next_stream(self) -> int:
+        """A number that no other call of this communicator has, the same on every rank."""
+        return next(self._streams)
+
+    def all_gather(self, axis: Axis, send: torch.Tensor, recv: torch.Tensor, logical: int) -> Pending:
+        """Start a hop of an all-gather and count it; `logical` is what `send` stands for, in bytes."""
+        others = self.topology.size(axis) - 1
+        self.stats.hop(axis, logical=others * logical, wire=others * send.numel())
+        return self.transport.all_gather(Channel.GATHER, axis, send, recv)
+
+    def all_to_all(self, axis: Axis, send: torch.Tensor, recv: torch.Tensor, logical: int) -> Pending:
+        """Start a hop of a reduce-scatter and count it; `logical` is one peer's part, in bytes."""
+        size = self.topology.size(axis)
+        self.stats.hop(axis, logical=(size - 1) * logical, wire=(size - 1) * send.numel() // size)
+        return self.transport.all_to_all(Channel.REDUCE, axis, send, recv)
+
+    def refuse(self, what: str) -> None:
+        """`what` cannot be compressed: count it, or raise if the communicator is strict."""
+        if self.strict:
+            raise TypeError(f"{what} cannot be compressed, and the communicator is strict")
+        self.stats.fallback(what)
+
+    def close(self) -> None:
+        self.gathers.close()
+        self.reductions.close()
+        self.transport.close()

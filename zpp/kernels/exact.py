@@ -1,0 +1,52 @@
+"""Sums in a dtype's own arithmetic, for what no format encodes: integers, booleans, complex, float64."""
+
+from __future__ import annotations
+
+import torch
+
+from zpp.format import BlockFormat, Noise
+from zpp.kernels import Kernels
+
+
+class ExactKernels:
+    """Records are plain copies (``Code.BYTE``), made by `copies`; sums run in rank order in `dtype`."""
+
+    def __init__(self, copies: Kernels, dtype: torch.dtype) -> None:
+        self._copies, self._dtype = copies, dtype
+
+    def encode(
+        self, src: torch.Tensor, fmt: BlockFormat, out: torch.Tensor, *, rows: int = 1, noise: Noise | None = None
+    ) -> None:
+        self._copies.encode(src, fmt, out, rows=rows, noise=noise)
+
+    def decode(self, records: torch.Tensor, fmt: BlockFormat, out: torch.Tensor, *, rows: int = 1) -> None:
+        self._copies.decode(records, fmt, out, rows=rows)
+
+    def _sum(self, records: torch.Tensor, nbytes: int) -> torch.Tensor:
+        parts = [part[:, :nbytes].flatten().view(self._dtype).view(part.shape[0], -1) for part in records]
+        total = parts[0].clone()
+        for part in parts[1:]:
+            total += part
+        return total
+
+    def decode_reduce(
+        self, records: torch.Tensor, fmt: BlockFormat, out: torch.Tensor, *, factor: float = 1.0
+    ) -> None:
+        if not out.numel():
+            return
+        total = self._sum(records, out.shape[1] * out.element_size())
+        out.copy_(total if factor == 1.0 else total * factor)
+
+    def decode_reduce_encode(
+        self,
+        records: torch.Tensor,
+        fmt: BlockFormat,
+        out_fmt: BlockFormat,
+        out: torch.Tensor,
+        numel: int,
+        *,
+        noise: Noise | None = None,
+    ) -> None:
+        out.zero_()
+        if numel:
+            out[:, :numel] = self._sum(records, numel).view(torch.uint8)

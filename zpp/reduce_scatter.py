@@ -1,0 +1,173 @@
+"""qgZ: the quantized, hierarchical gradient reduce-scatter (ZeRO++, arXiv:2306.10209, section 3.3).
+
+    full -> encode, permuted -> intra all-to-all -> decode, sum, encode -> inter all-to-all
+         -> decode, sum, multiply -> shard
+
+A value is encoded at most twice, whatever the world size. Chunks for all nodes of one local peer travel
+together (the two-hop order), so each hop is one message per peer. With one rank per node, or one node,
+the hop that vanishes is left out: that is the one-hop form, with a single encoding.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from zpp import checks
+from zpp.engine import VALUE_TYPES, Engine
+from zpp.format import BlockFormat, Code, ValueType
+from zpp.kernels import Kernels
+from zpp.kernels.exact import ExactKernels
+from zpp.layout import spans
+from zpp.topology import Axis
+from zpp.transport import Pending
+from zpp.work import Work
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What the jobs of one reduce-scatter share."""
+
+    engine: Engine
+    kernels: Kernels
+    intra: BlockFormat
+    inter: BlockFormat
+    factor: float
+    streams: tuple[int, int]
+    shard_numel: int
+
+
+@dataclass
+class _Job:
+    """One span of one reduce-scatter; its three stages run in the three lanes of the reduction pipeline."""
+
+    call: _Call
+    full: torch.Tensor
+    shard: torch.Tensor
+    offset: int
+
+    def __post_init__(self) -> None:
+        self.engine, self.kernels = self.call.engine, self.call.kernels
+        self.intra, self.inter = self.call.intra, self.call.inter
+        self.local, self.nodes = self.engine.topology.ranks_per_node, self.engine.topology.nodes
+        self.numel = self.full.shape[1]
+        self.logical = self.numel * self.full.element_size()
+        self.pending: Pending | None = None
+        self.send: torch.Tensor | None = None
+
+    def submit(self) -> Future[None]:
+        return self.engine.reductions.submit((self.encode, self.reduce_and_cross_nodes, self.reduce))
+
+    def _take(self, fmt: BlockFormat, count: int) -> torch.Tensor:
+        return self.engine.workspace.take(count * fmt.record_nbytes(self.numel))
+
+    def encode(self) -> None:
+        world = self.local * self.nodes
+        first = self.intra if self.local > 1 else self.inter
+        self.send = self._take(first, world)
+        noise = self.engine.noise(first, self.call.streams[0], self.offset, self.call.shard_numel)
+        rows = self.nodes if self.local > 1 else 1
+        self.kernels.encode(self.full, first, self.send.view(world, -1), rows=rows, noise=noise)
+        if self.local > 1:
+            self.recv = self._take(first, world)
+            self.pending = self.engine.all_to_all(Axis.INTRA, self.send, self.recv, self.nodes * self.logical)
+
+    def reduce_and_cross_nodes(self) -> None:
+        engine = self.engine
+        if self.pending is not None:
+            self.pending.wait()
+            self.pending = None
+            engine.workspace.give(self.send)  # type: ignore[arg-type]
+            self.send = None
+        if self.nodes == 1:
+            return
+        if self.local > 1:
+            self.send = self._take(self.inter, self.nodes)
+            noise = engine.noise(self.inter, self.call.streams[1], self.offset, self.call.shard_numel)
+            self.kernels.decode_reduce_encode(
+                self.recv.view(self.local, self.nodes, -1),
+                self.intra,
+                self.inter,
+                self.send.view(self.nodes, -1),
+                self.numel,
+                noise=noise,
+            )
+            engine.workspace.give(self.recv)
+        assert self.send is not None
+        self.recv = self._take(self.inter, self.nodes)
+        self.pending = engine.all_to_all(Axis.INTER, self.send, self.recv, self.logical)
+
+    def reduce(self) -> None:
+        if self.pending is not None:
+            self.pending.wait()
+        last, peers = (self.inter, self.nodes) if self.nodes > 1 else (self.intra, self.local)
+        self.kernels.decode_reduce(self.recv.view(peers, 1, -1), last, self.shard, factor=self.call.factor)
+        self.engine.workspace.give(self.recv)
+        if self.send is not None:
+            self.engine.workspace.give(self.send)
+
+
+def factor_of(op: dist.ReduceOp.RedOpType, factor: float, dtype: torch.dtype, world_size: int) -> float:
+    """What the sum over ranks is multiplied by, once."""
+    if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+        raise ValueError(f"op must be ReduceOp.SUM or ReduceOp.AVG, not {op}")
+    factor = factor / world_size if op == dist.ReduceOp.AVG else factor
+    if factor != 1.0 and not (dtype.is_floating_point or dtype.is_complex):
+        raise TypeError(f"a tensor of {dtype} can be summed, not multiplied by {factor:g}")
+    return factor
+
+
+def reduce_scatter(
+    engine: Engine,
+    shard: torch.Tensor,
+    full: torch.Tensor,
+    formats: tuple[BlockFormat, BlockFormat],
+    *,
+    op: dist.ReduceOp.RedOpType = dist.ReduceOp.AVG,
+    factor: float = 1.0,
+) -> Work:
+    """Start reducing `full` over the ranks, leaving part `rank` of the result in `shard`.
+
+    full: [world_size * n] values; shard: [n] values, of the same dtype, or float32 from a 16-bit `full`.
+    formats: inside the node and between nodes. Sums are float32, in rank order; `factor`, divided by the
+    world size for AVG, multiplies once, at the end. One rank alone sends nothing and rounds nothing.
+    Dtypes that no format encodes are summed exactly in their own arithmetic, counted in stats.
+    """
+    checks.tensor("output", shard, engine.device)
+    checks.tensor("input", full, engine.device)
+    checks.multiple("input", full, "output", shard, engine.topology)
+    if shard.dtype not in VALUE_TYPES or full.dtype not in VALUE_TYPES:
+        checks.same_dtype("output", shard, "input", full)
+    factor = factor_of(op, factor, full.dtype, engine.topology.world_size)
+    statement = f"reduce_scatter numel={shard.numel()} {full.dtype} -> {shard.dtype} factor={factor:g} as "
+    statement += ", ".join(map(str, formats))
+    kernels: Kernels = engine.kernels
+    if full.dtype in VALUE_TYPES:
+        wire = VALUE_TYPES[full.dtype]
+    else:
+        if any(fmt.code is not Code.EXACT for fmt in formats):
+            engine.refuse(f"reduce_scatter of {full.dtype}")
+        wire, formats = ValueType.BYTE, (BlockFormat(Code.EXACT), BlockFormat(Code.EXACT))
+        kernels = ExactKernels(engine.kernels, full.dtype)
+    engine.agreement.check(statement)
+    engine.stats.call("reduce_scatter")
+    if engine.topology.world_size == 1:
+        shard.view(-1).copy_(full.view(-1))
+        if factor != 1.0:
+            shard.mul_(factor)
+        return Work("reduce_scatter", [], shard)
+
+    streams = engine.next_stream(), engine.next_stream()
+    call = _Call(engine, kernels, formats[0].resolve(wire), formats[1].resolve(wire), factor, streams, shard.numel())
+    parts, flat = full.view(engine.topology.world_size, -1), shard.view(1, -1)
+    as_bytes = full.element_size() if wire is ValueType.BYTE else 1
+    if wire is ValueType.BYTE:
+        parts = parts.view(torch.uint8)
+    jobs = [
+        _Job(call, parts[:, a * as_bytes : b * as_bytes], flat[:, a:b], a)
+        for a, b in spans(flat.shape[1], engine.shard_span())
+    ]
+    return Work("reduce_scatter", [job.submit() for job in jobs], shard)

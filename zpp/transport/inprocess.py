@@ -1,0 +1,145 @@
+"""Ranks as threads of one process: for tests, for learning, and for measuring without a network."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+
+from zpp.errors import PeerError
+from zpp.topology import Axis, Topology
+from zpp.transport import Channel
+
+T = TypeVar("T")
+
+
+@dataclass
+class _Slot:
+    """One collective call of one group: what each member posted."""
+
+    posted: dict[int, torch.Tensor] = field(default_factory=dict)
+    taken: int = 0
+
+
+class World:
+    """What the ranks of one process share: the mailboxes and the first failure."""
+
+    def __init__(self, world_size: int, ranks_per_node: int, timeout: float = 30.0) -> None:
+        self.world_size, self.ranks_per_node, self.timeout = world_size, ranks_per_node, timeout
+        self._changed = threading.Condition()
+        self._slots: dict[tuple[object, ...], _Slot] = {}
+        self._failed: str | None = None
+
+    def fail(self, reason: str) -> None:
+        """Wake every waiting rank with an error."""
+        with self._changed:
+            self._failed = self._failed or reason
+            self._changed.notify_all()
+
+    def post(self, key: tuple[object, ...], rank: int, data: torch.Tensor) -> None:
+        with self._changed:
+            self._slots.setdefault(key, _Slot()).posted[rank] = data.clone()
+            self._changed.notify_all()
+
+    def collect(self, key: tuple[object, ...], ranks: list[int]) -> list[torch.Tensor]:
+        """What `ranks` posted under `key`, once all have; each of them collects once."""
+        with self._changed:
+            slot = self._slots.setdefault(key, _Slot())
+            arrived = self._changed.wait_for(
+                lambda: self._failed is not None or len(slot.posted) == len(ranks), self.timeout
+            )
+            if len(slot.posted) < len(ranks):
+                missing = sorted(set(ranks) - set(slot.posted))
+                reason = self._failed if arrived else f"nothing came within {self.timeout:g} s"
+                raise PeerError(f"waiting for ranks {missing}: {reason}")
+            slot.taken += 1
+            if slot.taken == len(ranks):
+                del self._slots[key]
+            return [slot.posted[rank] for rank in ranks]
+
+
+@dataclass
+class _Pending:
+    finish: Callable[[], None]
+
+    def wait(self) -> None:
+        self.finish()
+
+
+class InProcessTransport:
+    """One rank's end of a World."""
+
+    def __init__(self, world: World, rank: int) -> None:
+        self.topology = Topology(rank, world.world_size, world.ranks_per_node)
+        self._world = world
+        self._sequence: dict[tuple[object, ...], int] = {}
+
+    def _key(self, *stream: object) -> tuple[object, ...]:
+        sequence = self._sequence.get(stream, 0)
+        self._sequence[stream] = sequence + 1
+        return (*stream, sequence)
+
+    def _start(
+        self, channel: Channel, axis: Axis, send: torch.Tensor, recv: torch.Tensor, *, scatter: bool
+    ) -> _Pending:
+        ranks = self.topology.group(axis)
+        me = self.topology.index(axis)
+        key = self._key(channel, axis, tuple(ranks))
+        self._world.post(key, self.topology.rank, send)
+
+        def finish() -> None:
+            parts = recv.view(len(ranks), -1)
+            for i, data in enumerate(self._world.collect(key, ranks)):
+                part = data.view(len(ranks), -1)[me] if scatter else data
+                if part.numel() != parts.shape[1]:
+                    raise PeerError(f"rank {ranks[i]} sent {part.numel()} bytes where {parts.shape[1]} were due")
+                parts[i].copy_(part)
+
+        return _Pending(finish)
+
+    def all_gather(self, channel: Channel, axis: Axis, send: torch.Tensor, recv: torch.Tensor) -> _Pending:
+        return self._start(channel, axis, send, recv, scatter=False)
+
+    def all_to_all(self, channel: Channel, axis: Axis, send: torch.Tensor, recv: torch.Tensor) -> _Pending:
+        return self._start(channel, axis, send, recv, scatter=True)
+
+    def exchange(self, message: bytes) -> list[bytes]:
+        key = self._key("exchange")
+        self._world.post(key, self.topology.rank, torch.frombuffer(bytearray(message), dtype=torch.uint8))
+        ranks = list(range(self.topology.world_size))
+        return [bytes(data.numpy()) for data in self._world.collect(key, ranks)]
+
+    def close(self) -> None:
+        """The World keeps nothing of a rank that has collected what it waited for."""
+
+
+def run(
+    world_size: int, ranks_per_node: int, body: Callable[[InProcessTransport], T], *, timeout: float = 30.0
+) -> list[T]:
+    """Run `body` on every rank of a new World, each in a thread; its results in rank order.
+
+    The first exception, by time, is raised again once every rank has ended; the other ranks' waits end
+    with a PeerError that names it.
+    """
+    world = World(world_size, ranks_per_node, timeout)
+    results: dict[int, T] = {}
+    errors: list[BaseException] = []
+
+    def rank_main(rank: int) -> None:
+        try:
+            results[rank] = body(InProcessTransport(world, rank))
+        except BaseException as error:  # noqa: BLE001 - handed to the caller below
+            errors.append(error)
+            world.fail(f"rank {rank} failed: {type(error).__name__}: {error}")
+
+    threads = [threading.Thread(target=rank_main, args=(rank,), name=f"rank {rank}") for rank in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return [results[rank] for rank in range(world_size)]

@@ -1,0 +1,53 @@
+"""Byte buffers for records in flight: reused, bounded, counted."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+
+import torch
+
+from zpp.layout import round_up
+
+_GRAIN = 4096
+"""Bytes. Buffers are kept by size rounded up to this, so that nearly equal chunks share them."""
+
+
+class Workspace:
+    """A pool of uint8 buffers on one device. At most `keep_nbytes` stay allocated while idle."""
+
+    def __init__(self, device: torch.device, keep_nbytes: int = 256 << 20) -> None:
+        self.device, self.keep_nbytes = device, keep_nbytes
+        self._lock = threading.Lock()
+        self._idle: dict[int, list[torch.Tensor]] = defaultdict(list)
+        self._idle_nbytes = 0
+        self._lent_nbytes = 0
+        self.peak_nbytes = 0
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """An uninitialised buffer of exactly `nbytes` bytes, to be given back by `give`."""
+        size = round_up(max(nbytes, 1), _GRAIN)
+        with self._lock:
+            buffers = self._idle[size]
+            buffer = buffers.pop() if buffers else None
+            if buffer is not None:
+                self._idle_nbytes -= size
+            self._lent_nbytes += size
+            self.peak_nbytes = max(self.peak_nbytes, self._lent_nbytes + self._idle_nbytes)
+        if buffer is None:
+            buffer = torch.empty(size, dtype=torch.uint8, device=self.device)
+        return buffer[:nbytes]
+
+    def give(self, view: torch.Tensor) -> None:
+        """Take back what `take` lent; the caller does not touch it again."""
+        size = round_up(max(view.numel(), 1), _GRAIN)
+        with self._lock:
+            self._lent_nbytes -= size
+            if self._idle_nbytes + size <= self.keep_nbytes:
+                self._idle[size].append(view.as_strided((size,), (1,)))
+                self._idle_nbytes += size
+
+    @property
+    def lent_nbytes(self) -> int:
+        with self._lock:
+            return self._lent_nbytes
