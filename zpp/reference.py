@@ -26,6 +26,8 @@ FLOAT32_MAX = np.float32(np.finfo(np.float32).max)
 BFLOAT16_MAX = np.array(0x7F7F0000, np.uint32).view(np.float32)
 FLOAT16_MAX = np.float32(65504.0)
 SMALLEST_SCALE = np.float32(2.0**-126)
+_QUIET = np.errstate(all="ignore")
+"""Overflow and NaN are results here, not mistakes."""
 LEVELS = {Code.INT8: (-127, 127), Code.INT4: (-8, 7)}
 
 
@@ -166,6 +168,7 @@ def _pad_to_groups(x: Float32) -> Float32:
     return padded
 
 
+@_QUIET
 def encode(src: Values, kind: ValueType, fmt: BlockFormat, *, rows: int = 1, noise: Noise | None = None) -> Bytes:
     """Encode each chunk of `src` (count, numel) into a record; returns (count, record_nbytes).
 
@@ -204,6 +207,7 @@ def dequantize(record: Bytes, fmt: BlockFormat, numel: int) -> Float32:
     return np.clip(y, -FLOAT32_MAX, FLOAT32_MAX)
 
 
+@_QUIET
 def decode(
     records: Bytes, fmt: BlockFormat, numel: int, kind: ValueType, *, rows: int = 1
 ) -> Values:
@@ -228,6 +232,7 @@ def _sum(records: Bytes, fmt: BlockFormat, numel: int) -> Float32:
     return total
 
 
+@_QUIET
 def decode_reduce(records: Bytes, fmt: BlockFormat, numel: int, kind: ValueType, *, factor: float = 1.0) -> Values:
     """Decode (peers, count, record_nbytes), sum over peers, times `factor`: (count, numel)."""
     count = records.shape[1]
@@ -239,6 +244,7 @@ def decode_reduce(records: Bytes, fmt: BlockFormat, numel: int, kind: ValueType,
     return out
 
 
+@_QUIET
 def decode_reduce_encode(
     records: Bytes, fmt: BlockFormat, out_fmt: BlockFormat, numel: int, *, noise: Noise | None = None
 ) -> Bytes:

@@ -1,0 +1,67 @@
+"""The reference as kernels: where there is no compiler, and as the judge in tests."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from zpp import reference
+from zpp.format import BlockFormat, Noise
+from zpp.kernels import operands
+
+
+def as_array(tensor: torch.Tensor) -> NDArray[np.generic]:
+    """A NumPy view of a CPU tensor; 16-bit floats as their bits.
+
+    Not ``tensor.numpy()``, which forbids from then on to resize the storage: zero3 does that.
+    """
+    kind = reference.NUMPY_TYPE[operands.VALUE_TYPES[tensor.dtype]]
+    if not tensor.numel():
+        return np.empty(tensor.shape, kind)
+    size = tensor.element_size()
+    span = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    memory = (ctypes.c_uint8 * (span * size)).from_address(tensor.data_ptr())
+    flat = np.frombuffer(memory, kind)
+    return np.lib.stride_tricks.as_strided(flat, tuple(tensor.shape), [size * stride for stride in tensor.stride()])
+
+
+class ReferenceKernels:
+    """`zpp.kernels.Kernels` by NumPy."""
+
+    def encode(
+        self, src: torch.Tensor, fmt: BlockFormat, out: torch.Tensor, *, rows: int = 1, noise: Noise | None = None
+    ) -> None:
+        kind = operands.values("src", src, fmt)
+        operands.records("out", out, fmt, src.shape[1], src.shape[0])
+        operands.table(src.shape[0], rows)
+        as_array(out)[:] = reference.encode(as_array(src), kind, fmt, rows=rows, noise=noise)
+
+    def decode(self, records: torch.Tensor, fmt: BlockFormat, out: torch.Tensor, *, rows: int = 1) -> None:
+        kind = operands.values("out", out, fmt)
+        operands.records("records", records, fmt, out.shape[1], out.shape[0])
+        operands.table(out.shape[0], rows)
+        as_array(out)[:] = reference.decode(as_array(records), fmt, out.shape[1], kind, rows=rows)
+
+    def decode_reduce(
+        self, records: torch.Tensor, fmt: BlockFormat, out: torch.Tensor, *, factor: float = 1.0
+    ) -> None:
+        kind = operands.values("out", out, fmt)
+        operands.records("records", records, fmt, out.shape[1], records.shape[0], out.shape[0])
+        as_array(out)[:] = reference.decode_reduce(as_array(records), fmt, out.shape[1], kind, factor=factor)
+
+    def decode_reduce_encode(
+        self,
+        records: torch.Tensor,
+        fmt: BlockFormat,
+        out_fmt: BlockFormat,
+        out: torch.Tensor,
+        numel: int,
+        *,
+        noise: Noise | None = None,
+    ) -> None:
+        operands.records("records", records, fmt, numel, records.shape[0], out.shape[0])
+        operands.records("out", out, out_fmt, numel, out.shape[0])
+        as_array(out)[:] = reference.decode_reduce_encode(as_array(records), fmt, out_fmt, numel, noise=noise)

@@ -1,0 +1,40 @@
+"""Checks that the tensors given to a kernel are what its arithmetic on pointers takes them for."""
+
+from __future__ import annotations
+
+import torch
+
+from zpp.format import BlockFormat, ValueType
+
+VALUE_TYPES = {
+    torch.float32: ValueType.FLOAT32,
+    torch.bfloat16: ValueType.BFLOAT16,
+    torch.float16: ValueType.FLOAT16,
+    torch.uint8: ValueType.BYTE,
+}
+
+
+def values(name: str, tensor: torch.Tensor, fmt: BlockFormat) -> ValueType:
+    """The value type of a [count, numel] operand whose rows are contiguous."""
+    if tensor.dim() != 2:
+        raise ValueError(f"{name} must be [count, numel], not of shape {tuple(tensor.shape)}")
+    if tensor.shape[1] > 1 and tensor.stride(1) != 1:
+        raise ValueError(f"{name} must have contiguous rows, not strides {tensor.stride()}")
+    kind = VALUE_TYPES.get(tensor.dtype)
+    if kind is None or (kind == ValueType.BYTE) != (fmt.code == ValueType.BYTE):
+        raise TypeError(f"{name} of {tensor.dtype} cannot be encoded as {fmt}")
+    return kind
+
+
+def records(name: str, tensor: torch.Tensor, fmt: BlockFormat, numel: int, *leading: int) -> None:
+    """`tensor` is uint8, contiguous, [*leading, record_nbytes of `numel` values]."""
+    shape = (*leading, fmt.record_nbytes(numel))
+    if tensor.dtype is not torch.uint8 or not tensor.is_contiguous():
+        raise TypeError(f"{name} must be contiguous uint8, not {tensor.dtype} with strides {tensor.stride()}")
+    if tuple(tensor.shape) != shape:
+        raise ValueError(f"{name} must be of shape {shape} for {numel} values as {fmt}, not {tuple(tensor.shape)}")
+
+
+def table(count: int, rows: int) -> None:
+    if rows < 1 or count % rows:
+        raise ValueError(f"{count} chunks do not form a table of {rows} rows")
