@@ -26,7 +26,7 @@ enum : int { SCALE_BFLOAT16 = 0, SCALE_FLOAT32 = 1 };
 constexpr int GROUP = 32;
 constexpr zpp_u32 INF_BITS = 0x7F800000u, MAGNITUDE = 0x7FFFFFFFu, SIGN = 0x80000000u;
 constexpr float FLOAT_MAX = 3.40282346638528859812e+38f;
-constexpr float SMALLEST_SCALE = 1.17549435082228750797e-38f;  // 2^-126
+constexpr zpp_u32 SMALLEST_SCALE_BITS = 0x00800000u;  // 2^-126
 constexpr float ROUNDER = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, ties to even
 
 #ifdef __CUDACC__
@@ -44,13 +44,18 @@ template <class T, class S> ZPP_FN T splat(S x) { return T{} + x; }
 
 template <class U> ZPP_FN auto widen_bfloat16(U half) { return float_of(half << 16); }
 
-template <class F> ZPP_FN auto narrow_bfloat16(F x) {
+// The result in the upper half, what was rounded off below. Right where x is finite and below 2^127.
+template <class F> ZPP_FN auto round_bfloat16(F x) {
     auto b = bits_of(x);
-    auto magnitude = b & MAGNITUDE;
-    auto rounded = (b + 0x7FFFu + ((b >> 16) & 1u)) >> 16;
+    return b + 0x7FFFu + ((b >> 16) & 1u);
+}
+
+template <class F> ZPP_FN auto narrow_bfloat16(F x) {
+    auto magnitude = bits_of(x) & MAGNITUDE;
+    auto rounded = round_bfloat16(x) >> 16;
     auto overflowed = (rounded & 0x7FFFu) == 0x7F80u;
     rounded = (magnitude < INF_BITS) & overflowed ? rounded - 1u : rounded;  // a finite value saturates
-    return magnitude > INF_BITS ? splat<decltype(b)>(0x7FC0u) : rounded;
+    return magnitude > INF_BITS ? splat<decltype(rounded)>(0x7FC0u) : rounded;
 }
 
 template <class U> ZPP_FN auto widen_float16(U half) {
@@ -88,21 +93,23 @@ template <class F> ZPP_FN auto quiet(F x) {
 // bit (positive wins a tie). As integers NaN > Inf > finite, so what is not finite always wins.
 template <class U> ZPP_FN U magnitude_key(U b) { return ((b << 1) | (b >> 31)) ^ 1u; }
 
-struct Scale {
-    float decoded;  // what the decoder multiplies by
-    float inverse;  // what the encoder multiplies by; 0 where the payload is to be 0
-};
+// The scale that the decoder will multiply by; in a block that holds NaN or Inf it is NaN.
+template <class U> ZPP_FN auto block_scale(U key, int code, int scale_type) {
+    U magnitude = key >> 1;
+    U negative = ((key & 1u) ^ 1u) << 31;
+    auto scale = code == INT8 ? float_of(magnitude) / 127.0f : float_of(magnitude | negative) * -0.125f;
+    if (scale_type == SCALE_BFLOAT16) scale = float_of(narrow_bfloat16(scale) << 16);
+    U bits = bits_of(scale);
+    bits = (bits & MAGNITUDE) < SMALLEST_SCALE_BITS ? (bits & SIGN) | SMALLEST_SCALE_BITS : bits;
+    bits = magnitude == 0u ? splat<U>(0u) : bits;
+    return float_of(magnitude >= INF_BITS ? splat<U>(0x7FC00000u) : bits);
+}
 
-ZPP_FN Scale block_scale(zpp_u32 key, int code, int scale_type) {
-    zpp_u32 magnitude = key >> 1;
-    if (magnitude >= INF_BITS) return {float_of(0x7FC00000u), 0.0f};
-    if (magnitude == 0) return {0.0f, 0.0f};
-    float largest = float_of(magnitude);
-    float scale = code == INT8 ? largest / 127.0f : float_of(magnitude | ((key & 1u) ? 0u : SIGN)) / -8.0f;
-    if (scale_type == SCALE_BFLOAT16) scale = float_of((zpp_u32)narrow_bfloat16(scale) << 16);
-    zpp_u32 sign = bits_of(scale) & SIGN;
-    if ((bits_of(scale) & MAGNITUDE) < bits_of(SMALLEST_SCALE)) scale = float_of(bits_of(SMALLEST_SCALE) | sign);
-    return {scale, 1.0f / scale};
+// What the encoder multiplies by: 0 where the payload is to be 0.
+template <class F> ZPP_FN F inverse_of(F scale) {
+    auto magnitude = bits_of(scale) & MAGNITUDE;
+    auto usable = (magnitude != 0u) & (magnitude < INF_BITS);
+    return usable ? 1.0f / scale : splat<F>(0.0f);
 }
 
 // ---- Levels. The low bits of the result are the level in two's complement.
@@ -126,6 +133,10 @@ template <class F> ZPP_FN F clamp_level(F t, int code) {
 template <class F> ZPP_FN F dequantized(F level, float scale) {
     return at_most(at_least(level * scale, -FLOAT_MAX), FLOAT_MAX);
 }
+
+// Where every scale is below this, no level, sum of a few thousand levels or rotation of them comes near
+// the limits of float32 or bfloat16: saturation and NaN need no looking after.
+constexpr float PLAIN_SCALE = 1.26765060022822940150e+30f;  // 2^100
 
 // ---- Philox4x32-10 (Salmon et al., 2011): four words for a 64-bit counter, stream and seed.
 

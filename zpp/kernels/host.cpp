@@ -71,10 +71,11 @@ bool quantized(const zpp_format& f) { return f.code == INT8 || f.code == INT4; }
 Record record_of(const zpp_format& f, int64_t numel) {
     auto up = [](int64_t x) { return (x + 15) / 16 * 16; };
     int64_t groups = (numel + GROUP - 1) / GROUP;
-    if (!quantized(f)) return {f, numel, up(numel * size_of(f.code)), up(numel * size_of(f.code))};
+    int shift = __builtin_ctzll(f.block);
+    if (!quantized(f)) return {f, numel, up(numel * size_of(f.code)), up(numel * size_of(f.code)), shift};
     int64_t payload = groups * (f.code == INT8 ? GROUP : GROUP / 2);
     int64_t blocks = (numel + f.block - 1) / f.block;
-    return {f, numel, payload, payload + up(blocks * (f.scale_type == SCALE_FLOAT32 ? 4 : 2))};
+    return {f, numel, payload, payload + up(blocks * (f.scale_type == SCALE_FLOAT32 ? 4 : 2)), shift};
 }
 
 // The bytes of a record that hold nothing are zero.

@@ -24,6 +24,7 @@ namespace zpp {
 struct Record {
     zpp_format format;
     int64_t numel, payload_nbytes, nbytes;
+    int block_shift;  // log2 of the block
 };
 
 // A piece of work is values [start, stop) of chunk k; start is a multiple of the largest block.

@@ -1,0 +1,90 @@
+"""The training loop of one rank, and its clock."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from collectives_bench import linux, text
+from collectives_bench.case import Case, Place, RankResult
+from collectives_bench.model import GPT, VOCABULARY
+from collectives_bench.systems import SYSTEMS, Context, SentBytes
+
+TIMEOUT = timedelta(seconds=120)
+
+
+def join(case: Case, place: Place) -> None:
+    """Make the default process group: gloo over the node's interface, rendezvous at rank 0."""
+    torch.set_num_threads(1)
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        place.host,
+        place.port,
+        case.world,
+        is_master=place.rank == 0,
+        timeout=TIMEOUT,
+        wait_for_workers=False,
+        master_listen_fd=place.listen_fd,
+    )
+    dist.init_process_group("gloo", store=store, rank=place.rank, world_size=case.world, timeout=TIMEOUT)
+
+
+def train(case: Case, place: Place, progress: Callable[[int], None]) -> RankResult:
+    """Train on this rank; `progress` is told the number of finished steps, off the clock."""
+    torch.manual_seed(case.seed)  # the same weights on every rank
+    model = GPT(case.shape)
+    params = sum(parameter.numel() for parameter in model.parameters())
+    sent = SYSTEMS[case.system].apply(model, Context(case.ranks_per_node))
+    counter = _counter(case, place, sent)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=case.lr, fused=True)
+    data = text.load(case.text)
+
+    step_ms: list[float] = []
+    losses: list[float] = []
+    sent_before: int | None = None
+    for step in range(case.warmup + case.steps):
+        inputs, targets = text.batch(
+            data,
+            seed=case.seed,
+            step=step,
+            rank=place.rank,
+            batch_size=case.batch,
+            context=case.shape.context,
+        )
+        if step == case.warmup:
+            sent_before = _read_between_steps(counter)
+        start = time.perf_counter()
+        optimizer.zero_grad(set_to_none=True)
+        logits = model(inputs)
+        loss = F.cross_entropy(logits.float().view(-1, VOCABULARY), targets.view(-1))
+        torch.autograd.backward(loss)
+        optimizer.step()
+        elapsed = time.perf_counter() - start
+        if step >= case.warmup:
+            step_ms.append(elapsed * 1e3)
+        losses.append(loss.item())
+        progress(step + 1)
+    sent_after = _read_between_steps(counter)
+    crossed = None if sent_before is None or sent_after is None else sent_after - sent_before
+    return RankResult(step_ms, losses, crossed, params, linux.peak_rss_bytes(), torch.__version__)
+
+
+def _counter(case: Case, place: Place, sent: SentBytes | None) -> SentBytes | None:
+    """Bytes sent to other nodes: the node's own interface where it has one, else what the system counted."""
+    if place.namespace is None:
+        return sent
+    if place.rank % case.ranks_per_node != 0:
+        return lambda: 0  # the interface is the whole node's: its first rank reports for all
+    return lambda: linux.transmitted_bytes(place.interface)
+
+
+def _read_between_steps(counter: SentBytes | None) -> int | None:
+    """Read while no rank is inside a step; the second barrier keeps the others from running ahead."""
+    dist.barrier()
+    value = None if counter is None else counter()
+    dist.barrier()
+    return value
