@@ -134,9 +134,17 @@ template <class F> ZPP_FN F dequantized(F level, float scale) {
     return at_most(at_least(level * scale, -FLOAT_MAX), FLOAT_MAX);
 }
 
-// Where every scale is below this, no level, sum of a few thousand levels or rotation of them comes near
-// the limits of float32 or bfloat16: saturation and NaN need no looking after.
-constexpr float PLAIN_SCALE = 1.26765060022822940150e+30f;  // 2^100
+// A scale of at most 8 significant bits (any bfloat16) that is 0 or of a magnitude between these. Where all are
+// such, every product with a level is exact, and no level, sum of a few thousand levels or rotation of them
+// comes near the limits of float32 or bfloat16 on either side: saturation and NaN need no looking after, and a
+// power of two may be multiplied in at any place.
+constexpr float SMALLEST_PLAIN = 7.88860905221011805411e-31f, LARGEST_PLAIN = 1.26765060022822940150e+30f;  // 2^+-100
+
+ZPP_FN bool is_plain(float scale) {
+    float magnitude = float_of(bits_of(scale) & MAGNITUDE);
+    bool in_range = scale == 0.0f || (magnitude >= SMALLEST_PLAIN && magnitude <= LARGEST_PLAIN);
+    return in_range && (bits_of(scale) & 0xFFFFu) == 0u;
+}
 
 // ---- Philox4x32-10 (Salmon et al., 2011): four words for a 64-bit counter, stream and seed.
 

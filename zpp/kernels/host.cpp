@@ -147,7 +147,7 @@ void zpp_decode_reduce(
     Decode d{records, peers, count, 1, record_of(*format, numel), factor, out, type, stride};
     const Kernels& kernels = kernels_of(level);
     for_pieces(count, numel, threads,
-               [&](int64_t k, int64_t start, int64_t stop) { kernels.decode_reduce(d, k, start, stop); });
+               [&](int64_t k, int64_t start, int64_t stop) { kernels.decode(d, k, start, stop); });
 }
 
 void zpp_decode_reduce_encode(

@@ -39,7 +39,7 @@ struct Encode {
 
 struct Decode {
     const uint8_t* records;
-    int64_t peers, count, rows;  // records [peers][count]
+    int64_t peers, count, rows;  // records [peers][count], summed over the peers
     Record record;
     float factor;
     uint8_t* out;
@@ -58,7 +58,6 @@ struct DecodeEncode {
 struct Kernels {
     void (*encode)(const Encode&, int64_t k, int64_t start, int64_t stop);
     void (*decode)(const Decode&, int64_t k, int64_t start, int64_t stop);
-    void (*decode_reduce)(const Decode&, int64_t k, int64_t start, int64_t stop);
     void (*decode_reduce_encode)(const DecodeEncode&, int64_t k, int64_t start, int64_t stop);
 };
 

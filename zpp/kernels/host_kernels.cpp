@@ -2,6 +2,9 @@
 //
 // Each works on whole blocks: the values of a block are held as float32 in a buffer that stays in the first
 // cache, between the search for the maximum and the rounding, so that memory is read and written once.
+#include <utility>
+#include <vector>
+
 #include "host.h"
 #include "host_vector.h"
 
@@ -10,91 +13,137 @@ namespace ZPP_ISA {
 namespace {
 
 constexpr int MAX_BLOCK = 4096;
-constexpr int SPAN = 2048;  // values that are worked on at a time: 8 KiB of float32
+constexpr int SPAN = 4096;  // values that are worked on at a time: 16 KiB of float32
 
 ZPP_FN int64_t transposed(int64_t k, int64_t rows, int64_t columns) { return (k % columns) * rows + k / columns; }
 
 ZPP_FN int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
-// ---- Reading records
+constexpr bool quantized(int code) { return code == INT8 || code == INT4; }
 
-ZPP_FN float read_scale(const Record& r, const uint8_t* record, int64_t i) {
-    const uint8_t* scales = record + r.payload_nbytes;
-    int64_t block = i >> r.block_shift;
-    if (r.format.scale_type == SCALE_FLOAT32) return load<float>(scales + 4 * block);
-    return float_of((zpp_u32)load<uint16_t>(scales + 2 * block) << 16);
-}
+// ---- Sources of values: move_to(i) once per stretch, then its whole groups one by one. The values behind the
+// last one of a short group are zero.
 
-// The values of group i in the format's own domain.
-template <int CODE, bool PLAIN> ZPP_FN Group read_record(const Record& r, const uint8_t* record, int64_t i, float scale) {
-    if constexpr (CODE == INT8 || CODE == INT4) {
-        Group q = read_levels<CODE>(record, i);
-        if constexpr (PLAIN) return {q.low * scale, q.high * scale};
-        return {dequantized(q.low, scale), dequantized(q.high, scale)};
-    } else {
-        return read_group<CODE>(record, i, r.numel - i);
+// A row of values in memory, rotated where the format says so.
+template <int TYPE, bool ROTATE> class Row {
+   public:
+    Row(const uint8_t* values, int64_t numel) : values_(values), numel_(numel) {}
+
+    // The end of the stretch that starts at value i; plain() tells whether all of it is, see is_plain.
+    ZPP_FN int64_t move_to(int64_t, int64_t limit) { return limit; }
+    ZPP_FN bool plain() const { return false; }
+    ZPP_FN int64_t peers() const { return 0; }
+    ZPP_FN int64_t numel() const { return numel_; }
+    template <bool PLAIN, int PEERS> ZPP_FN Group group(int64_t i) const {
+        return finish({Values<TYPE>::read(values_ + i * SIZE), Values<TYPE>::read(values_ + (i + GROUP / 2) * SIZE)});
     }
-}
+    ZPP_FN Group short_group(int64_t i) const { return finish(read_group<TYPE>(values_, i, numel_ - i)); }
 
-// Set (FIRST) or raise sums by one or two records' values [start, stop), in order.
-template <int CODE, bool PLAIN, bool FIRST, int RECORDS> ZPP_FN void add_groups(
-    const Record& r, const uint8_t* record, int64_t step, int64_t start, int64_t stop, const float* scales, Group* sums) {
-    for (int64_t i = start; i < stop; i += GROUP, ++sums) {
-        Group g = read_record<CODE, PLAIN>(r, record, i, scales[0]);
-        if (!FIRST) g = {sums->low + g.low, sums->high + g.high};
-        if (RECORDS == 2) {
-            Group next = read_record<CODE, PLAIN>(r, record + step, i, scales[1]);
-            g = {g.low + next.low, g.high + next.high};
+   private:
+    static constexpr int SIZE = Values<TYPE>::SIZE;
+    ZPP_FN Group finish(Group g) const { return ROTATE ? rotate(g) : g; }
+    const uint8_t* values_;
+    int64_t numel_;
+};
+
+// The sum of one chunk's records, one of each peer, in order, in the format's own domain. A stretch is what
+// shares a scale. In plain stretches the values come out times `unit`, a power of two.
+template <int CODE> class Sum {
+   public:
+    Sum(const Record& record, const uint8_t* records, int64_t peers, int64_t step, float unit = 1.0f)
+        : record_(record), records_(records), peers_(peers), step_(step), unit_(unit), scales_(2 * peers) {}
+
+    ZPP_FN int64_t move_to(int64_t i, int64_t limit) {
+        if (!quantized(CODE)) return limit;
+        int64_t block = i >> record_.block_shift;
+        if (block != block_) read_scales(block_ = block);
+        return smaller(limit, (block + 1) << record_.block_shift);
+    }
+    ZPP_FN bool plain() const { return plain_; }
+    ZPP_FN int64_t peers() const { return peers_; }
+
+    // PEERS: how many there are, where that is known when the loop over groups is compiled.
+    template <bool PLAIN, int PEERS = 0> ZPP_FN Group group(int64_t i) const {
+        const float* scales = scales_.data() + (PLAIN ? 0 : peers_);
+        Group sum = value<PLAIN>(records_, i, scales[0]);
+        for (int64_t p = 1; p < (PEERS ? PEERS : peers_); ++p) {
+            const uint8_t* record = records_ + p * step_;
+            if constexpr (PLAIN && quantized(CODE)) {
+                Group q = read_levels<CODE>(record, i);
+                sum = {plus_exact_product(sum.low, q.low, scales[p]), plus_exact_product(sum.high, q.high, scales[p])};
+            } else {
+                Group next = value<false>(record, i, scales[p]);
+                sum = {sum.low + next.low, sum.high + next.high};
+            }
         }
-        *sums = g;
+        return sum;
     }
-}
 
-template <int CODE, bool FIRST, int RECORDS> ZPP_FN bool add_records(
-    const Record& r, const uint8_t* record, int64_t step, int64_t start, int64_t stop, Group* sums) {
-    constexpr bool QUANTIZED = CODE == INT8 || CODE == INT4;
-    bool all_plain = QUANTIZED;
-    for (int64_t i = start; i < stop;) {
-        int64_t end = QUANTIZED ? smaller(stop, ((i >> r.block_shift) + 1) << r.block_shift) : stop;
-        float scales[RECORDS] = {};
-        bool plain = QUANTIZED;
-        for (int p = 0; QUANTIZED && p < RECORDS; ++p) {
-            scales[p] = read_scale(r, record + p * step, i);
-            plain &= scales[p] < PLAIN_SCALE && scales[p] > -PLAIN_SCALE;
+   private:
+    template <bool PLAIN> ZPP_FN Group value(const uint8_t* record, int64_t i, float scale) const {
+        if constexpr (quantized(CODE)) {
+            Group q = read_levels<CODE>(record, i);
+            if constexpr (PLAIN) return {q.low * scale, q.high * scale};
+            return {dequantized(q.low, scale), dequantized(q.high, scale)};
+        } else {
+            return read_group<CODE>(record, i, record_.numel - i);
         }
-        Group* to = sums + (i - start) / GROUP;
-        if (plain) add_groups<CODE, true, FIRST, RECORDS>(r, record, step, i, end, scales, to);
-        else add_groups<CODE, false, FIRST, RECORDS>(r, record, step, i, end, scales, to);
-        all_plain &= plain;
-        i = end;
     }
-    return all_plain;
-}
 
-// Sums over `peers` records, `step` bytes apart, in order; at most MAX_BLOCK values. True if all scales are
-// plain: then so are the sums.
-template <int CODE> bool sum_groups(
-    const Record& r, const uint8_t* record, int64_t peers, int64_t step, int64_t start, int64_t stop, Group* sums) {
-    bool plain = peers > 1 ? add_records<CODE, true, 2>(r, record, step, start, stop, sums)
-                           : add_records<CODE, true, 1>(r, record, step, start, stop, sums);
-    for (int64_t p = 2; p < peers; ++p) plain &= add_records<CODE, false, 1>(r, record + p * step, step, start, stop, sums);
-    return plain;
-}
+    void read_scales(int64_t block) {
+        const uint8_t* stored = records_ + record_.payload_nbytes;
+        plain_ = true;
+        for (int64_t p = 0; p < peers_; ++p, stored += step_) {
+            float scale = record_.format.scale_type == SCALE_FLOAT32
+                              ? load<float>(stored + 4 * block)
+                              : float_of((zpp_u32)load<uint16_t>(stored + 2 * block) << 16);
+            plain_ &= is_plain(scale);
+            scales_[p] = scale * unit_;
+            scales_[peers_ + p] = scale;
+        }
+    }
 
-// ---- Values
+    const Record& record_;
+    const uint8_t* records_;
+    int64_t peers_, step_, block_ = -1;
+    float unit_;
+    std::vector<float> scales_;  // of each peer: times the unit, then as they are
+    bool plain_ = false;
+};
 
-template <int TYPE> ZPP_FN void read_values(const uint8_t* src, int64_t first, int64_t last, int64_t numel, Group* to) {
-    constexpr int SIZE = Values<TYPE>::SIZE;
-    int64_t whole = first + (smaller(last, numel) - first) / GROUP * GROUP;
-    for (int64_t i = first; i < whole; i += GROUP)
-        *to++ = {Values<TYPE>::read(src + i * SIZE), Values<TYPE>::read(src + (i + 16) * SIZE)};
-    if (whole < last) *to = read_group<TYPE>(src, whole, numel - whole);
-}
+enum class Turn { NONE, ROTATE, UNROTATE };
 
-template <int TYPE, bool PLAIN> ZPP_FN void write_values(
-    uint8_t* out, int64_t first, int64_t last, int64_t numel, const Group* groups) {
-    for (int64_t i = first; i < last; i += GROUP) write_group<TYPE, PLAIN>(out, i, numel - i, *groups++);
-}
+// The sum, turned into another domain than the records have.
+template <int CODE, Turn TURN> class TurnedSum {
+   public:
+    TurnedSum(const Record& record, const uint8_t* records, int64_t peers, int64_t step)
+        : sum_(record, records, peers, step, TURN == Turn::ROTATE ? 1.0f / GROUP : 1.0f),
+          // Every value of a rotated group counts, also where the group is short.
+          numel_(TURN == Turn::NONE && record.format.rotate ? INT64_MAX : record.numel) {}
+
+    ZPP_FN int64_t move_to(int64_t i, int64_t limit) { return sum_.move_to(i, limit); }
+    ZPP_FN bool plain() const { return sum_.plain(); }
+    ZPP_FN int64_t peers() const { return sum_.peers(); }
+    ZPP_FN int64_t numel() const { return numel_; }
+
+    // Powers of two move freely through a plain stretch: 32 H(y / 32) = H y, and H(x / 32) has its unit already.
+    template <bool PLAIN, int PEERS> ZPP_FN Group group(int64_t i) const {
+        Group g = sum_.template group<PLAIN, PEERS>(i);
+        if (TURN == Turn::NONE) return g;
+        if (PLAIN) return hadamard(g);
+        return TURN == Turn::ROTATE ? rotate(g) : unrotate<false>(g);
+    }
+    __attribute__((noinline)) Group short_group(int64_t i) const {
+        Group g = sum_.template group<false, 0>(i);
+        if (TURN == Turn::UNROTATE) g = unrotate<false>(g);
+        g = first_of(g, numel_ - i);
+        return TURN == Turn::ROTATE ? rotate(g) : g;
+    }
+
+   private:
+    Sum<CODE> sum_;
+    int64_t numel_;
+};
 
 // ---- Writing records
 
@@ -137,34 +186,50 @@ template <int CODE> ZPP_FN void quantize_block(
     }
 }
 
-// The key of a block, whose values are rotated on the way if they have to be.
-template <int CODE, bool ROTATE> ZPP_FN uint32_t highest_key(Group* groups, int64_t n) {
-    vu low = {}, high = {};
-    for (int64_t g = 0; g < n; ++g) {
-        if (ROTATE) groups[g] = rotate(groups[g]);
-        vu a = bits_of(groups[g].low), b = bits_of(groups[g].high);
-        a = CODE == INT8 ? a << 1 : magnitude_key(a);  // for int8 the sign does not matter
-        b = CODE == INT8 ? b << 1 : magnitude_key(b);
-        low = low > a ? low : a;
-        high = high > b ? high : b;
+// Copy whole groups out of a source, and raise the extremes by them.
+template <bool PLAIN, int PEERS, class Source> ZPP_FN void take(
+    const Source& source, int64_t first, int64_t last, Group* to, Extremes& seen) {
+    for (int64_t i = first; i < last; i += GROUP) {
+        Group g = source.template group<PLAIN, PEERS>(i);
+        seen.add(g);
+        *to++ = g;
     }
-    return highest(low > high ? low : high);
+}
+
+// Copy a block, values [first, last), out of a source; returns the largest of what is there in each lane.
+template <class Source> ZPP_FN vu take_block(Source& source, int64_t first, int64_t last, Group* to) {
+    Extremes seen;
+    int64_t whole = smaller(last, first + (source.numel() - first) / GROUP * GROUP);
+    for (int64_t i = first; i < last;) {
+        int64_t end = source.move_to(i, last), stop = smaller(end, whole);
+        if (source.plain() && source.peers() == 2) take<true, 2>(source, i, stop, to, seen);
+        else if (source.plain()) take<true, 0>(source, i, stop, to, seen);
+        else take<false, 0>(source, i, stop, to, seen);
+        to += (end - i) / GROUP;
+        i = end;
+    }
+    if (__builtin_expect(whole < last, 0)) {
+        *to = source.short_group(whole);
+        seen.add(*to);
+    }
+    return seen.keys();
 }
 
 // Encode the values [first, last) of a record, at most SPAN or one block. The scales of all their blocks are
 // computed together: one at a time, each would wait for its own division.
-template <int CODE, bool ROTATE> void write_span(
-    const Record& r, const zpp_noise& noise, int64_t k, int64_t first, int64_t last, Group* groups, uint8_t* record) {
+template <int CODE, class Source> ZPP_FN void write_span(
+    const Record& r, const zpp_noise& noise, int64_t k, int64_t first, int64_t last, Source& source, uint8_t* record) {
     constexpr int MOST = SPAN / GROUP;
-    alignas(64) uint32_t keys[MOST] = {};
+    Group groups[MAX_BLOCK / GROUP];
+    vu keys[MOST];
     alignas(64) float scales[MOST], inverses[MOST];
     int64_t block = r.format.block, n = (last - first + block - 1) >> r.block_shift;
     for (int64_t b = 0; b < n; ++b) {
-        int64_t start = b * block, stop = smaller(start + block, last - first);
-        keys[b] = highest_key<CODE, ROTATE>(groups + start / GROUP, (stop - start + GROUP - 1) / GROUP);
+        int64_t start = first + b * block;
+        keys[b] = take_block(source, start, smaller(start + block, last), groups + b * block / GROUP);
     }
     for (int64_t b = 0; b < n; b += 16) {
-        vf scale = block_scale(load<vu>(keys + b), CODE, r.format.scale_type);
+        vf scale = block_scale(highest_of_each(keys + b, smaller(16, n - b)), CODE, r.format.scale_type);
         store(scales + b, scale);
         store(inverses + b, inverse_of(scale));
     }
@@ -178,23 +243,42 @@ template <int CODE, bool ROTATE> void write_span(
     }
 }
 
-// Write values [start, stop) of a record. `fill(first, last, groups)` gives those of a span, which are still to
-// be rotated if `rotated` says so.
-template <class Fill> ZPP_FN void write_record(
-    const Record& r, const zpp_noise& noise, int64_t k, int64_t start, int64_t stop, uint8_t* record, bool rotated, Fill fill) {
-    Group groups[MAX_BLOCK / GROUP];
-    int code = r.format.code;
+template <int CODE, class Source> void write_quantized(
+    const Record& r, const zpp_noise& noise, int64_t k, int64_t start, int64_t stop, Source& source, uint8_t* record) {
     int64_t span = r.format.block > SPAN ? r.format.block : SPAN;
-    for (int64_t first = start; first < stop; first += span) {
-        int64_t last = smaller(first + span, stop);
-        fill(first, last, groups);
-        if (code == INT8 && rotated) write_span<INT8, true>(r, noise, k, first, last, groups, record);
-        else if (code == INT8) write_span<INT8, false>(r, noise, k, first, last, groups, record);
-        else if (code == INT4 && rotated) write_span<INT4, true>(r, noise, k, first, last, groups, record);
-        else if (code == INT4) write_span<INT4, false>(r, noise, k, first, last, groups, record);
-        else if (code == FLOAT32) write_values<FLOAT32, false>(record, first, last, r.numel, groups);
-        else if (code == BFLOAT16) write_values<BFLOAT16, false>(record, first, last, r.numel, groups);
-        else write_values<FLOAT16, false>(record, first, last, r.numel, groups);
+    for (int64_t first = start; first < stop; first += span)
+        write_span<CODE>(r, noise, k, first, smaller(first + span, stop), source, record);
+}
+
+// Write values [start, stop) of a record, or of a tensor: each times `factor`, at most 1 where it is PLAIN.
+template <int TYPE, class Source> void write_values(
+    uint8_t* out, int64_t start, int64_t stop, Source& source, float factor = 1.0f) {
+    bool small = factor <= 1.0f && factor >= -1.0f;
+    int64_t whole = start + (smaller(stop, source.numel()) - start) / GROUP * GROUP;
+    for (int64_t i = start; i < whole;) {
+        int64_t end = smaller(source.move_to(i, stop), whole);
+        if (source.plain() && small)
+            for (; i < end; i += GROUP)
+                write_group<TYPE, true>(out, i, times(source.template group<true, 0>(i), factor));
+        else
+            for (; i < end; i += GROUP)
+                write_group<TYPE, false>(out, i, times(source.template group<false, 0>(i), factor));
+    }
+    if (whole < stop) {
+        source.move_to(whole, stop);
+        write_short_group<TYPE>(out, whole, stop - whole, times(source.short_group(whole), factor));
+    }
+}
+
+// Write values [start, stop) of a record.
+template <class Source> ZPP_FN void write_record(
+    const Record& r, const zpp_noise& noise, int64_t k, int64_t start, int64_t stop, Source source, uint8_t* record) {
+    switch (r.format.code) {
+        case FLOAT32: return write_values<FLOAT32>(record, start, stop, source);
+        case BFLOAT16: return write_values<BFLOAT16>(record, start, stop, source);
+        case FLOAT16: return write_values<FLOAT16>(record, start, stop, source);
+        case INT8: return write_quantized<INT8>(r, noise, k, start, stop, source, record);
+        case INT4: return write_quantized<INT4>(r, noise, k, start, stop, source, record);
     }
 }
 
@@ -203,9 +287,10 @@ template <class Fill> ZPP_FN void write_record(
 template <int TYPE> void encode_type(const Encode& e, int64_t k, int64_t start, int64_t stop) {
     const uint8_t* src = e.src + k * e.stride * Values<TYPE>::SIZE;
     uint8_t* record = e.out + transposed(k, e.rows, e.count / e.rows) * e.record.nbytes;
-    int64_t numel = e.record.numel;
-    write_record(e.record, e.noise, k, start, stop, record, e.record.format.rotate,
-                 [=](int64_t first, int64_t last, Group* to) { read_values<TYPE>(src, first, last, numel, to); });
+    if (e.record.format.rotate)
+        write_record(e.record, e.noise, k, start, stop, Row<TYPE, true>(src, e.record.numel), record);
+    else
+        write_record(e.record, e.noise, k, start, stop, Row<TYPE, false>(src, e.record.numel), record);
 }
 
 void encode(const Encode& e, int64_t k, int64_t start, int64_t stop) {
@@ -216,69 +301,22 @@ void encode(const Encode& e, int64_t k, int64_t start, int64_t stop) {
     }
 }
 
-template <int CODE, int TYPE, bool PLAIN> ZPP_FN void decode_block(
-    const Record& r, const uint8_t* record, int64_t first, int64_t last, float scale, uint8_t* out) {
-    if (r.format.rotate)
-        for (int64_t i = first; i < last; i += GROUP)
-            write_group<TYPE, PLAIN>(out, i, r.numel - i, unrotate<PLAIN>(read_record<CODE, PLAIN>(r, record, i, scale)));
-    else
-        for (int64_t i = first; i < last; i += GROUP)
-            write_group<TYPE, PLAIN>(out, i, r.numel - i, read_record<CODE, PLAIN>(r, record, i, scale));
+template <int CODE, int TYPE, Turn TURN> void decode_values(const Decode& d, int64_t k, int64_t start, int64_t stop) {
+    const uint8_t* records = d.records + transposed(k, d.rows, d.count / d.rows) * d.record.nbytes;
+    TurnedSum<CODE, TURN> source(d.record, records, d.peers, d.count * d.record.nbytes);
+    write_values<TYPE>(d.out + k * d.stride * Values<TYPE>::SIZE, start, stop, source, d.factor);
 }
 
-template <int CODE, int TYPE> void decode_values(const Decode& d, int64_t k, int64_t start, int64_t stop) {
-    const Record& r = d.record;
-    const uint8_t* record = d.records + transposed(k, d.rows, d.count / d.rows) * r.nbytes;
-    uint8_t* out = d.out + k * d.stride * Values<TYPE>::SIZE;
-    constexpr bool QUANTIZED = CODE == INT8 || CODE == INT4;
-    int64_t block = QUANTIZED ? r.format.block : MAX_BLOCK;
-    for (int64_t first = start; first < stop; first += block) {
-        int64_t last = smaller(first + block, stop);
-        float scale = QUANTIZED ? read_scale(r, record, first) : 0.0f;
-        if (QUANTIZED && scale < PLAIN_SCALE && scale > -PLAIN_SCALE)
-            decode_block<CODE, TYPE, true>(r, record, first, last, scale, out);
-        else
-            decode_block<CODE, TYPE, false>(r, record, first, last, scale, out);
-    }
-}
-
-template <int TYPE, bool PLAIN> ZPP_FN void finish_sums(
-    bool rotated, float factor, uint8_t* out, int64_t first, int64_t last, int64_t numel, const Group* sums) {
-    for (int64_t i = first; i < last; i += GROUP) {
-        Group g = *sums++;
-        if (rotated) g = unrotate<PLAIN>(g);
-        write_group<TYPE, PLAIN>(out, i, numel - i, {g.low * factor, g.high * factor});
-    }
-}
-
-template <int CODE, int TYPE> void reduce_values(const Decode& d, int64_t k, int64_t start, int64_t stop) {
-    const Record& r = d.record;
-    const uint8_t* record = d.records + k * r.nbytes;
-    uint8_t* out = d.out + k * d.stride * Values<TYPE>::SIZE;
-    bool small = d.factor <= 1.0f && d.factor >= -1.0f;
-    Group sums[SPAN / GROUP];
-    for (int64_t first = start; first < stop; first += SPAN) {
-        int64_t last = smaller(first + SPAN, stop);
-        if (sum_groups<CODE>(r, record, d.peers, d.count * r.nbytes, first, last, sums) && small)
-            finish_sums<TYPE, true>(r.format.rotate, d.factor, out, first, last, r.numel, sums);
-        else
-            finish_sums<TYPE, false>(r.format.rotate, d.factor, out, first, last, r.numel, sums);
-    }
+template <int CODE, int TYPE> void decode_type(const Decode& d, int64_t k, int64_t start, int64_t stop) {
+    if (d.record.format.rotate) decode_values<CODE, TYPE, Turn::UNROTATE>(d, k, start, stop);
+    else decode_values<CODE, TYPE, Turn::NONE>(d, k, start, stop);
 }
 
 template <int CODE> void decode_code(const Decode& d, int64_t k, int64_t start, int64_t stop) {
     switch (d.type) {
-        case FLOAT32: return decode_values<CODE, FLOAT32>(d, k, start, stop);
-        case BFLOAT16: return decode_values<CODE, BFLOAT16>(d, k, start, stop);
-        case FLOAT16: return decode_values<CODE, FLOAT16>(d, k, start, stop);
-    }
-}
-
-template <int CODE> void reduce_code(const Decode& d, int64_t k, int64_t start, int64_t stop) {
-    switch (d.type) {
-        case FLOAT32: return reduce_values<CODE, FLOAT32>(d, k, start, stop);
-        case BFLOAT16: return reduce_values<CODE, BFLOAT16>(d, k, start, stop);
-        case FLOAT16: return reduce_values<CODE, FLOAT16>(d, k, start, stop);
+        case FLOAT32: return decode_type<CODE, FLOAT32>(d, k, start, stop);
+        case BFLOAT16: return decode_type<CODE, BFLOAT16>(d, k, start, stop);
+        case FLOAT16: return decode_type<CODE, FLOAT16>(d, k, start, stop);
     }
 }
 
@@ -292,34 +330,15 @@ void decode(const Decode& d, int64_t k, int64_t start, int64_t stop) {
     }
 }
 
-void decode_reduce(const Decode& d, int64_t k, int64_t start, int64_t stop) {
-    switch (d.record.format.code) {
-        case FLOAT32: return reduce_code<FLOAT32>(d, k, start, stop);
-        case BFLOAT16: return reduce_code<BFLOAT16>(d, k, start, stop);
-        case FLOAT16: return reduce_code<FLOAT16>(d, k, start, stop);
-        case INT8: return reduce_code<INT8>(d, k, start, stop);
-        case INT4: return reduce_code<INT4>(d, k, start, stop);
-    }
-}
-
-// What an inverse rotation put behind the record's last value is no value.
-ZPP_FN void cut(Group* groups, int64_t first, int64_t last) {
-    float* values = reinterpret_cast<float*>(groups);
-    for (int64_t i = last - first; i % GROUP; ++i) values[i] = 0.0f;
+template <int CODE, Turn TURN> void convert_turned(const DecodeEncode& c, int64_t k, int64_t start, int64_t stop) {
+    TurnedSum<CODE, TURN> source(c.in, c.records + k * c.in.nbytes, c.peers, c.count * c.in.nbytes);
+    write_record(c.out_record, c.noise, k, start, stop, std::move(source), c.out + k * c.out_record.nbytes);
 }
 
 template <int CODE> void convert(const DecodeEncode& c, int64_t k, int64_t start, int64_t stop) {
-    const Record& r = c.in;
-    const uint8_t* record = c.records + k * r.nbytes;
-    uint8_t* out = c.out + k * c.out_record.nbytes;
-    bool undo = r.format.rotate && !c.out_record.format.rotate, redo = c.out_record.format.rotate && !r.format.rotate;
-    write_record(c.out_record, c.noise, k, start, stop, out, redo, [=, &r, &c](int64_t first, int64_t last, Group* sums) {
-        sum_groups<CODE>(r, record, c.peers, c.count * r.nbytes, first, last, sums);
-        int64_t n = (last - first + GROUP - 1) / GROUP;
-        if (undo)
-            for (int64_t g = 0; g < n; ++g) sums[g] = unrotate<false>(sums[g]);
-        if (undo || redo) cut(sums, first, last);
-    });
+    if (c.in.format.rotate == c.out_record.format.rotate) convert_turned<CODE, Turn::NONE>(c, k, start, stop);
+    else if (c.in.format.rotate) convert_turned<CODE, Turn::UNROTATE>(c, k, start, stop);
+    else convert_turned<CODE, Turn::ROTATE>(c, k, start, stop);
 }
 
 void decode_reduce_encode(const DecodeEncode& c, int64_t k, int64_t start, int64_t stop) {
@@ -335,7 +354,7 @@ void decode_reduce_encode(const DecodeEncode& c, int64_t k, int64_t start, int64
 }  // namespace
 
 extern const Kernels table;
-const Kernels table = {encode, decode, decode_reduce, decode_reduce_encode};
+const Kernels table = {encode, decode, decode_reduce_encode};
 
 }  // namespace ZPP_ISA
 }  // namespace zpp

@@ -21,10 +21,26 @@ typedef int8_t vi8 __attribute__((vector_size(16)));
 
 inline __attribute__((always_inline)) vu bits_of(vf x) { return (vu)x; }
 inline __attribute__((always_inline)) vf float_of(vu b) { return (vf)b; }
+#if defined(__AVX512F__)
+// One instruction each; they return their second operand where a comparison with NaN is false.
+inline __attribute__((always_inline)) vf at_least(vf x, float low) {
+    return (vf)_mm512_max_ps(_mm512_set1_ps(low), (__m512)x);
+}
+inline __attribute__((always_inline)) vf at_most(vf x, float high) {
+    return (vf)_mm512_min_ps(_mm512_set1_ps(high), (__m512)x);
+}
+#endif
 
 }  // namespace zpp
 
 #include "numerics.cuh"
+
+// Lanes of two vectors by constant numbers; GCC has had Clang's form since version 12.
+#if defined(__clang__) || __GNUC__ >= 12
+#define ZPP_SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define ZPP_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, vi{__VA_ARGS__})
+#endif
 
 namespace zpp {
 namespace ZPP_ISA {
@@ -32,6 +48,8 @@ namespace ZPP_ISA {
 struct Group {
     vf low, high;  // values 0 to 15 and 16 to 31
 };
+
+ZPP_FN Group times(Group g, float factor) { return {g.low * factor, g.high * factor}; }
 
 template <class V> ZPP_FN V load(const void* p) { V v; std::memcpy(&v, p, sizeof v); return v; }
 template <class V> ZPP_FN void store(void* p, V v) { std::memcpy(p, &v, sizeof v); }
@@ -68,7 +86,24 @@ ZPP_FN void store_upper_halves(uint8_t* p, vu low, vu high) {
 }
 #endif
 
-// ---- Value types. PLAIN: the values are finite and small, see PLAIN_SCALE.
+// Arithmetic that has an instruction of its own where the general form takes several.
+#if defined(__AVX512F__)
+// sum + x * y where the product is exact, so that rounding once or twice is the same.
+ZPP_FN vf plus_exact_product(vf sum, vf x, float y) { return (vf)_mm512_fmadd_ps((__m512)x, _mm512_set1_ps(y), (__m512)sum); }
+// Each lane's lowest four bits, as a number from -8 to 7.
+ZPP_FN vf level_of_nibble(vu x) {
+    return (vf)_mm512_permutexvar_ps((__m512i)x, _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1));
+}
+ZPP_FN vu nibbles(vu low, vu high) {
+    return (vu)_mm512_ternarylogic_epi32((__m512i)low, _mm512_set1_epi32(15), (__m512i)(high << 4), 0xEA);  // (a & b) | c
+}
+#else
+ZPP_FN vf plus_exact_product(vf sum, vf x, float y) { return sum + x * y; }
+ZPP_FN vf level_of_nibble(vu x) { return to_float((((vi)x & 15) ^ 8) - 8); }
+ZPP_FN vu nibbles(vu low, vu high) { return (low & 15u) | (high << 4); }
+#endif
+
+// ---- Value types. PLAIN: the values are finite and small, see SMALLEST_PLAIN.
 
 template <int TYPE> struct Values;
 
@@ -111,11 +146,15 @@ template <int TYPE> ZPP_FN Group read_group(const uint8_t* base, int64_t i, int6
     return {Values<TYPE>::read(p), Values<TYPE>::read(p + 16 * SIZE)};
 }
 
-template <int TYPE, bool PLAIN = false> ZPP_FN void write_group(uint8_t* base, int64_t i, int64_t left, Group g) {
+template <int TYPE, bool PLAIN> ZPP_FN void write_group(uint8_t* base, int64_t i, Group g) {
+    Values<TYPE>::template write<PLAIN>(base + i * Values<TYPE>::SIZE, g);
+}
+
+// The first `left` values of a group.
+template <int TYPE> inline void write_short_group(uint8_t* base, int64_t i, int64_t left, Group g) {
     constexpr int SIZE = Values<TYPE>::SIZE;
-    if (__builtin_expect(left >= GROUP, 1)) return Values<TYPE>::template write<PLAIN>(base + i * SIZE, g);
     uint8_t padded[GROUP * SIZE];
-    Values<TYPE>::template write<PLAIN>(padded, g);
+    Values<TYPE>::template write<false>(padded, g);
     std::memcpy(base + i * SIZE, padded, left * SIZE);
 }
 
@@ -134,11 +173,11 @@ template <int HALF> ZPP_FN vf stage(vf x) {
                                  : _mm512_shuffle_f32x4((__m512)x, (__m512)x, 0x4E);
     return (vf)_mm512_fmadd_ps((__m512)x, (__m512)sign, partner);
 #else
-    const vi partner = {0 ^ HALF, 1 ^ HALF, 2 ^ HALF,  3 ^ HALF,  4 ^ HALF,  5 ^ HALF,  6 ^ HALF,  7 ^ HALF,
-                        8 ^ HALF, 9 ^ HALF, 10 ^ HALF, 11 ^ HALF, 12 ^ HALF, 13 ^ HALF, 14 ^ HALF, 15 ^ HALF};
+    vf partner = ZPP_SHUFFLE(x, x, 0 ^ HALF, 1 ^ HALF, 2 ^ HALF, 3 ^ HALF, 4 ^ HALF, 5 ^ HALF, 6 ^ HALF, 7 ^ HALF, 8 ^ HALF,
+                             9 ^ HALF, 10 ^ HALF, 11 ^ HALF, 12 ^ HALF, 13 ^ HALF, 14 ^ HALF, 15 ^ HALF);
     const vu lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     const vu upper = (lane & (uint32_t)HALF) * (SIGN / HALF);
-    return butterfly(x, __builtin_shuffle(x, partner), upper);
+    return butterfly(x, partner, upper);
 #endif
 }
 
@@ -162,28 +201,70 @@ template <int CODE> ZPP_FN Group read_levels(const uint8_t* payload, int64_t i) 
     if constexpr (CODE == INT8) {
         return {to_float(widen(load<vi8>(payload + i))), to_float(widen(load<vi8>(payload + i + 16)))};
     } else {
-        vi pairs = (vi)widen(load<vu8>(payload + i / 2));
-        return {to_float(((pairs & 15) ^ 8) - 8), to_float(((pairs >> 4) ^ 8) - 8)};
+        vu pairs = widen(load<vu8>(payload + i / 2));
+        return {level_of_nibble(pairs), level_of_nibble(pairs >> 4)};
     }
 }
 
+// `low` and `high` hold levels in two's complement in their lowest bits.
 template <int CODE> ZPP_FN void write_levels(uint8_t* payload, int64_t i, vu low, vu high) {
     if constexpr (CODE == INT8) {
         store(payload + i, narrow8(low));
         store(payload + i + 16, narrow8(high));
     } else {
-        store(payload + i / 2, narrow8((low & 15u) | (high << 4)));
+        store(payload + i / 2, narrow8(nibbles(low, high)));
     }
 }
 
-ZPP_FN uint32_t highest(vu v) {
-#if defined(__AVX512F__)
-    return _mm512_reduce_max_epu32((__m512i)v);
-#else
-    uint32_t most = 0;
-    for (int i = 0; i < 16; ++i) most = v[i] > most ? v[i] : most;
-    return most;
-#endif
+// ---- The largest value of a block
+
+// The highest values seen in each lane, as signed and as unsigned integers: among bits of floats the first are
+// the largest positive ones and the second the largest negative ones, with NaN > Inf > finite in both. Where all
+// have one sign both are the same.
+class Extremes {
+   public:
+    ZPP_FN void add(Group g) {
+        add(bits_of(g.low));
+        add(bits_of(g.high));
+    }
+    ZPP_FN vu keys() const {
+        vu a = magnitude_key((vu)signed_), b = magnitude_key(unsigned_);
+        return a > b ? a : b;
+    }
+
+   private:
+    ZPP_FN void add(vu bits) {
+        signed_ = signed_ > (vi)bits ? signed_ : (vi)bits;
+        unsigned_ = unsigned_ > bits ? unsigned_ : bits;
+    }
+    vi signed_ = vi{} + INT32_MIN;
+    vu unsigned_ = {};
+};
+
+ZPP_FN vu higher(vu a, vu b) { return a > b ? a : b; }
+
+// The maxima of neighbouring lanes: those of `a`, then those of `b`.
+ZPP_FN vu pairwise_higher(vu a, vu b) {
+    return higher(ZPP_SHUFFLE(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30),
+                  ZPP_SHUFFLE(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31));
+}
+
+// Lane j becomes the highest lane of v[j]: four rounds, each of which halves the number of vectors.
+ZPP_FN vu highest_of_each(const vu* v, int64_t count) {
+    vu level[16] = {};
+    for (int64_t j = 0; j < count; ++j) level[j] = v[j];
+    for (int n = 8; n >= 1; n /= 2)
+        for (int j = 0; j < n; ++j) level[j] = pairwise_higher(level[2 * j], level[2 * j + 1]);
+    return level[0];
+}
+
+// The first `count` values of a group; the rest become zero.
+inline Group first_of(Group g, int64_t count) {
+    float values[GROUP] = {};
+    Group kept;
+    std::memcpy(values, &g, count * sizeof(float));
+    std::memcpy(&kept, values, sizeof kept);
+    return kept;
 }
 
 }  // namespace ZPP_ISA
