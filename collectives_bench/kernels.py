@@ -58,24 +58,25 @@ def cases(kernels: Kernels, numel: int) -> Iterator[Case]:
     """Every operation for the formats that training uses."""
     for dtype in (torch.bfloat16, torch.float32):
         values = torch.randn(1, numel).to(dtype)
-        name = str(dtype).removeprefix("torch.")
         for fmt in (INT8, INT8_512, INT4, INT4_ROTATED):
             record = torch.zeros(1, fmt.record_nbytes(numel), dtype=torch.uint8)
             kernels.encode(values, fmt, record)
             out = torch.empty_like(values)
+            kind = str(fmt), str(dtype).removeprefix("torch.")
             nbytes = values.nbytes + record.nbytes
-            yield Case("encode", str(fmt), name, nbytes, _bind(kernels.encode, values, fmt, record))
-            yield Case("decode", str(fmt), name, nbytes, _bind(kernels.decode, record, fmt, out))
+            yield Case("encode", *kind, nbytes, _bind(kernels.encode, values, fmt, record))
+            yield Case("decode", *kind, nbytes, _bind(kernels.decode, record, fmt, out))
             records = record.repeat(PEERS, 1, 1)
             nbytes = records.nbytes + out.nbytes
-            yield Case("decode_reduce", str(fmt), name, nbytes, _bind(kernels.decode_reduce, records, fmt, out))
+            yield Case("decode_reduce", *kind, nbytes, _bind(kernels.decode_reduce, records, fmt, out))
     for fmt, out_fmt in ((INT8_512, INT4_ROTATED), (INT4, INT4), (INT8, INT8)):
         record = torch.zeros(1, fmt.record_nbytes(numel), dtype=torch.uint8)
         kernels.encode(torch.randn(1, numel), fmt, record)
         records = record.repeat(PEERS, 1, 1)
         made = torch.zeros(1, out_fmt.record_nbytes(numel), dtype=torch.uint8)
         call = _bind(kernels.decode_reduce_encode, records, fmt, out_fmt, made, numel)
-        yield Case("decode_reduce_encode", f"{fmt} -> {out_fmt}", "float32", records.nbytes + made.nbytes, call)
+        kind, nbytes = (f"{fmt} -> {out_fmt}", "float32"), records.nbytes + made.nbytes
+        yield Case("decode_reduce_encode", *kind, nbytes, call)
 
 
 def _bind(function: Callable[..., None], *arguments: object) -> Callable[[], None]:
@@ -107,14 +108,18 @@ def run(args: argparse.Namespace) -> int:
         if getattr(args, name) < 1:
             print(f"--{name} must be at least 1, not {getattr(args, name)}", file=sys.stderr)
             return 2
+    try:
+        json_file = args.json.open("w", encoding="utf-8") if args.json else None
+    except OSError as error:
+        print(f"cannot write --json: {error}", file=sys.stderr)
+        return 2
     torch.set_num_threads(args.threads)
     kernels = for_device(torch.device(args.device), args.threads)
     print(f"{'op':22}{'format':44}{'dtype':10}{'GB/s':>8}{'copy':>8}{'share':>7}")
-    rows = []
     for case in cases(kernels, args.numel):
         row = measure(case, args.rounds, args.threads, args.numel)
-        rows.append(row)
-        print(f"{row.op:22}{row.format:44}{row.dtype:10}{row.gbps:8.1f}{row.copy_gbps:8.1f}{row.share_of_copy:7.2f}")
-    if args.json:
-        args.json.write_text("".join(json.dumps(asdict(row)) + "\n" for row in rows))
+        speed = f"{row.gbps:8.1f}{row.copy_gbps:8.1f}{row.share_of_copy:7.2f}"
+        print(f"{row.op:22}{row.format:44}{row.dtype:10}{speed}")
+        if json_file is not None:
+            print(json.dumps(asdict(row)), file=json_file, flush=True)
     return 0

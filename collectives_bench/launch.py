@@ -23,7 +23,7 @@ _GRACE_SECONDS = 1.0
 _STALL_SECONDS = 600.0  # far beyond the process group's own timeout: only a defect gets here
 
 
-class RankFailed(Exception):
+class RankFailedError(Exception):
     """A rank ended without a result; the message holds what it wrote to stderr."""
 
 
@@ -57,11 +57,11 @@ class _Rank:
         return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
     def result(self) -> RankResult:
-        """What it measured; raises RankFailed if it ended without saying so."""
+        """What it measured; raises RankFailedError if it ended without saying so."""
         for record in self.records():
             if "result" in record:
                 return RankResult(**record["result"])
-        raise RankFailed(f"rank {self.rank} ended without a result\n{self.output()}")
+        raise RankFailedError(f"rank {self.rank} ended without a result\n{self.output()}")
 
     def failure_time(self) -> float:
         """When it failed; a rank killed by a signal could not say, and is taken for the cause."""
@@ -90,7 +90,7 @@ def _place(
 
 
 def _wait(ranks: list[_Rank], on_step: Callable[[int], None]) -> None:
-    """Return when all have ended well; raise RankFailed about the first that did not."""
+    """Return when all have ended well; raise RankFailedError about the first that did not."""
     step, since = 0, time.monotonic()
     while True:
         states = [rank.process.poll() for rank in ranks]
@@ -100,14 +100,14 @@ def _wait(ranks: list[_Rank], on_step: Callable[[int], None]) -> None:
             first = min(failed, key=lambda rank: rank.failure_time())
             code = first.process.returncode
             how = f"was killed by signal {-code}" if code < 0 else f"ended with exit status {code}"
-            raise RankFailed(f"rank {first.rank} {how}\n{first.output()}")
+            raise RankFailedError(f"rank {first.rank} {how}\n{first.output()}")
         if all(state == 0 for state in states):
             return
         steps = [record["step"] for record in ranks[0].records() if "step" in record]
         if steps and steps[-1] > step:
             step, since = steps[-1], time.monotonic()
         if time.monotonic() - since > _STALL_SECONDS:
-            raise RankFailed(f"no step after {step} in {_STALL_SECONDS:.0f} s\n{ranks[0].output()}")
+            raise RankFailedError(f"no step after {step} in {_STALL_SECONDS:.0f} s\n{ranks[0].output()}")
         on_step(step)
         time.sleep(_POLL_SECONDS)
 

@@ -26,7 +26,7 @@ MAX_NODES = 254  # the host part of a /24
 _UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 
 
-class NetworkUnavailable(Exception):
+class NetworkUnavailableError(Exception):
     """Namespaces or shaping are not to be had on this machine; the message says why."""
 
 
@@ -70,17 +70,17 @@ def address(node: int) -> str:
 class Network:
     """`nodes` emulated nodes on a switch; a context manager, and gone when its process is.
 
-    `pids[node]` is a process to `linux.enter`. Raises NetworkUnavailable with the reason.
+    `pids[node]` is a process to `linux.enter`. Raises NetworkUnavailableError with the reason.
     """
 
     def __init__(self, nodes: int, link: Link) -> None:
         if not 1 <= nodes <= MAX_NODES:
             raise ValueError(f"nodes must be between 1 and {MAX_NODES}, got {nodes}")
         if not sys.platform.startswith("linux"):
-            raise NetworkUnavailable(f"network namespaces need Linux, this is {sys.platform}")
+            raise NetworkUnavailableError(f"network namespaces need Linux, this is {sys.platform}")
         missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
         if missing:
-            raise NetworkUnavailable(f"not installed: {', '.join(missing)} (iproute2)")
+            raise NetworkUnavailableError(f"not installed: {', '.join(missing)} (iproute2)")
         config = {"parent": os.getpid(), "nodes": nodes, "bits_per_second": link.bits_per_second}
         self._switch = subprocess.Popen(
             [sys.executable, "-m", "collectives_bench.switch", json.dumps(config)],
@@ -95,7 +95,7 @@ class Network:
                 json.loads(answer) if answer else {"error": "the process that holds them ended"}
             )
             if "error" in reply:
-                raise NetworkUnavailable(reply["error"])
+                raise NetworkUnavailableError(reply["error"])
             self.pids: list[int] = reply["pids"]
         except BaseException:
             self.close()

@@ -22,7 +22,7 @@ class Row:
     system: str
     step_ms_median: float
     cross_node_bytes_per_step: float | None
-    cross_node_M: float | None
+    cross_node_M: float | None  # noqa: N815 - M is the unit
     loss_first: float
     loss_last: float
     params: int

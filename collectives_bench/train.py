@@ -16,7 +16,7 @@ from typing import IO
 
 from collectives_bench import launch, text
 from collectives_bench.case import Case, ModelShape
-from collectives_bench.network import MAX_NODES, Link, Network, NetworkUnavailable
+from collectives_bench.network import MAX_NODES, Link, Network, NetworkUnavailableError
 from collectives_bench.report import Row, summarise, table
 from collectives_bench.systems import SYSTEMS
 
@@ -122,7 +122,7 @@ def _network(args: argparse.Namespace, stack: contextlib.ExitStack) -> Network |
         return None
     try:
         return stack.enter_context(Network(args.nodes, Link.parse(args.link)))
-    except NetworkUnavailable as reason:
+    except NetworkUnavailableError as reason:
         print(f"no shaped network here, running over loopback instead: {reason}", file=sys.stderr)
         return None
 
@@ -147,7 +147,7 @@ def _measure(args: argparse.Namespace, network: Network | None, json_file: IO[st
         )
         try:
             results, output = launch.run(case, network, _progress(case))
-        except launch.RankFailed as error:
+        except launch.RankFailedError as error:
             _clear_progress()
             print(f"{system}: {error}", file=sys.stderr)
             failed.append(system)

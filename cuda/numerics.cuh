@@ -120,18 +120,33 @@ template <class F> ZPP_FN F at_most(F x, float high) { return x > splat<F>(high)
 
 template <class F> ZPP_FN auto round_nearest(F t) { return bits_of(t + ROUNDER); }
 
-template <class F> ZPP_FN auto round_down(F t) {
-    F nearest = (t + ROUNDER) - ROUNDER;
-    return bits_of((nearest > t ? nearest - 1.0f : nearest) + ROUNDER);
-}
-
 template <class F> ZPP_FN F clamp_level(F t, int code) {
     return at_most(at_least(t, code == INT8 ? -127.0f : -8.0f), code == INT8 ? 127.0f : 7.0f);
 }
 
+// Up with the probability of the fraction: u is uniform in [0, 1). Adding u to t instead would round.
+template <class F> ZPP_FN auto round_stochastic(F t, F u, int code) {
+    F nearest = (t + ROUNDER) - ROUNDER;
+    F whole = nearest > t ? nearest - 1.0f : nearest;
+    return bits_of(clamp_level(u < t - whole ? whole + 1.0f : whole, code) + ROUNDER);
+}
+
+// ---- Sums and products, which saturate where both operands are finite
+
+template <class F> ZPP_FN F saturated(F x) { return at_most(at_least(x, -FLOAT_MAX), FLOAT_MAX); }
+
+template <class F> ZPP_FN F finite_sum(F a, F b) {
+    auto finite = ((bits_of(a) & MAGNITUDE) < INF_BITS) & ((bits_of(b) & MAGNITUDE) < INF_BITS);
+    return finite ? saturated(a + b) : a + b;
+}
+
+template <class F> ZPP_FN F finite_product(F x, float factor) {
+    return (bits_of(x) & MAGNITUDE) < INF_BITS ? saturated(x * factor) : x * factor;
+}
+
 // A level times a scale; only the product of the largest values can exceed float32, and then saturates.
 template <class F> ZPP_FN F dequantized(F level, float scale) {
-    return at_most(at_least(level * scale, -FLOAT_MAX), FLOAT_MAX);
+    return saturated(level * scale);
 }
 
 // A scale of at most 8 significant bits (any bfloat16) that is 0 or of a magnitude between these. Where all are

@@ -16,7 +16,9 @@ KIND = {
 
 
 def to_numpy(tensor: torch.Tensor) -> np.ndarray:
-    return tensor.numpy() if tensor.dtype is torch.float32 else tensor.view(torch.int16).numpy().view(np.uint16)
+    if tensor.dtype is torch.float32:
+        return tensor.numpy()
+    return tensor.view(torch.int16).numpy().view(np.uint16)
 
 
 def to_torch(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:

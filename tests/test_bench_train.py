@@ -15,14 +15,14 @@ import pytest
 
 from collectives_bench import text
 from collectives_bench.case import Case, ModelShape, RankResult
-from collectives_bench.network import INTERFACE, Link, Network, NetworkUnavailable
+from collectives_bench.network import INTERFACE, Link, Network, NetworkUnavailableError
 from collectives_bench.report import summarise, table
 
 ROOT = Path(__file__).parent.parent
 TINY = ["--layers", "2", "--width", "128", "--heads", "4", "--steps", "12", "--warmup", "1"]
 KEYS = {
-    "system", "step_ms_median", "cross_node_bytes_per_step", "cross_node_M", "loss_first", "loss_last", "params",
-    "nodes", "ranks_per_node", "link", "peak_rss_bytes", "torch",
+    "system", "step_ms_median", "cross_node_bytes_per_step", "cross_node_M", "loss_first", "loss_last",
+    "params", "nodes", "ranks_per_node", "link", "peak_rss_bytes", "torch",
 }  # fmt: skip
 
 
@@ -30,7 +30,7 @@ KEYS = {
 def namespaces() -> None:
     try:
         Network(1, Link.parse("1gbit")).close()
-    except NetworkUnavailable as reason:
+    except NetworkUnavailableError as reason:
         pytest.skip(f"no network namespaces here: {reason}")
 
 

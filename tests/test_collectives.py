@@ -1,6 +1,8 @@
-"""all_gather, reduce_scatter, all_reduce and hpZ over in-process ranks, against the reference, bit for bit."""
+"""All collectives over in-process ranks, against the reference, bit for bit."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import expected
 import pytest
@@ -20,7 +22,7 @@ INT8 = BlockFormat(Code.INT8, block=512)
 EXACT = BlockFormat(Code.EXACT)
 
 
-def communicator(transport: InProcessTransport, **settings: object) -> zpp.Communicator:
+def communicator(transport: InProcessTransport, **settings: Any) -> zpp.Communicator:
     return zpp.Communicator(transport=transport, threads=1, **settings)
 
 
@@ -143,7 +145,7 @@ def test_works_may_be_waited_on_in_any_order() -> None:
         fulls = [values(100 * rank + i, 4 * 999) for i in range(6)]
         parts = [torch.empty(999) for _ in fulls]
         outs = [torch.empty(4 * 999, dtype=torch.bfloat16) for _ in fulls]
-        works = []
+        works: list[Any] = []
         for full, part, out in zip(fulls, parts, outs, strict=True):
             works.append(zp.reduce_scatter(part, full, async_op=True))
             works.append(zp.all_gather(out, full[:999], async_op=True))
@@ -164,7 +166,8 @@ def test_shard_may_be_a_view_of_the_output() -> None:
     def body(transport: InProcessTransport) -> list[torch.Tensor]:
         zp = communicator(transport, span=4 * 4096)
         rank, numel = transport.topology.rank, 20_001
-        apart, together = torch.empty(4 * numel, dtype=torch.bfloat16), torch.empty(4 * numel, dtype=torch.bfloat16)
+        apart = torch.empty(4 * numel, dtype=torch.bfloat16)
+        together = torch.empty_like(apart)
         zp.all_gather(apart, values(rank, numel))
         mine = together[rank * numel : (rank + 1) * numel]
         mine.copy_(values(rank, numel))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,7 +17,7 @@ def test_spans_cover_once_in_order_on_block_boundaries(numel: int, span: int) ->
     span = max(span, numel // 1000)
     cuts = layout.spans(numel, span)
     assert cuts[0][0] == 0 and cuts[-1][1] == numel
-    assert all(a[1] == b[0] for a, b in zip(cuts, cuts[1:], strict=False))
+    assert all(a[1] == b[0] for a, b in pairwise(cuts))
     assert all(start % layout.MAX_BLOCK == 0 for start, _ in cuts)
     assert all(stop - start <= max(span, layout.MAX_BLOCK) + layout.MAX_BLOCK for start, stop in cuts)
 
@@ -45,7 +47,7 @@ def test_axes_partition_the_world(world: int, per_node: int) -> None:
         assert topology.node * per_node + topology.local_rank == rank
         for axis in Axis:
             groups = topology.groups(axis)
-            assert sorted(sum(groups, [])) == list(range(world))
+            assert sorted(rank for group in groups for rank in group) == list(range(world))
             mine = topology.group(axis)
             assert mine[topology.index(axis)] == rank and len(mine) == topology.size(axis)
 

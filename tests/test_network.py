@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from collectives_bench import linux
-from collectives_bench.network import INTERFACE, Link, Network, NetworkUnavailable, address
+from collectives_bench.network import INTERFACE, Link, Network, NetworkUnavailableError, address
 
 _RECEIVE = """
 import socket, sys, time
@@ -52,7 +52,7 @@ with Network(2, Link.parse("1gbit")) as network:
 def _namespaces() -> None:
     try:
         Network(1, Link.parse("1gbit")).close()
-    except NetworkUnavailable as reason:
+    except NetworkUnavailableError as reason:
         pytest.skip(f"no network namespaces here: {reason}")
 
 

@@ -116,8 +116,8 @@ def all_gather(
 
     shard: [n] values; output: [world_size * n] values, of the same dtype, or float32 master values into a
     16-bit output. `shard` may be a view of `output`. With `secondary`, the records that crossed nodes stay
-    there, for `all_gather_secondary`. `after` must end before `shard` is read. One rank alone copies exactly. Dtypes that no format encodes travel
-    as they are, counted in stats.
+    there, for `all_gather_secondary`. `after` must end before `shard` is read. One rank alone copies
+    exactly. Dtypes that no format encodes travel as they are, counted in stats.
     """
     checks.tensor("output", output, engine.device)
     checks.tensor("input", shard, engine.device)

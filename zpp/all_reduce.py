@@ -46,5 +46,8 @@ def all_reduce(
     def nothing() -> None:
         """The padding is cut off in the last lane, after the gather's own jobs."""
 
-    cut = engine.gathers.submit((nothing, nothing, lambda: flat.copy_(padded[: flat.numel()])))
+    def cut_padding() -> None:
+        flat.copy_(padded[: flat.numel()])
+
+    cut = engine.gathers.submit((nothing, nothing, cut_padding))
     return Work("all_reduce", [*gathered.futures, cut], tensor)

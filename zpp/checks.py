@@ -21,7 +21,9 @@ def tensor(name: str, value: torch.Tensor, device: torch.device) -> None:
         )
 
 
-def multiple(long_name: str, long: torch.Tensor, short_name: str, short: torch.Tensor, topology: Topology) -> None:
+def multiple(
+    long_name: str, long: torch.Tensor, short_name: str, short: torch.Tensor, topology: Topology
+) -> None:
     """The long tensor holds one short tensor for each rank."""
     if long.numel() != topology.world_size * short.numel():
         raise ValueError(

@@ -103,7 +103,8 @@ class Communicator:
         See `zpp.all_gather.all_gather`. Returns a Work if `async_op`, else waits.
         """
         fmt = self.formats.weights if fmt is None else fmt
-        return _finish(zpp.all_gather.all_gather(self._engine, output, input, fmt, secondary=secondary), async_op)
+        work = zpp.all_gather.all_gather(self._engine, output, input, fmt, secondary=secondary)
+        return _finish(work, async_op)
 
     def secondary_partition(self) -> SecondaryPartition:
         """An empty secondary partition for one shard: pass it to `all_gather`, then stamp it."""

@@ -78,7 +78,9 @@ class BlockFormat:
         if not GROUP <= self.block <= MAX_BLOCK or self.block & (self.block - 1):
             raise ValueError(f"block must be a power of two from {GROUP} to {MAX_BLOCK}, not {self.block}")
         if not self.quantized and any(getattr(self, f.name) != f.default for f in fields(self)[1:]):
-            raise ValueError(f"{self.code.name} keeps values as they are: it takes no block, scale, rotation or rounding")
+            raise ValueError(
+                f"{self.code.name} keeps values as they are: it takes no block, scale, rotation or rounding"
+            )
 
     @property
     def quantized(self) -> bool:
@@ -118,9 +120,9 @@ class BlockFormat:
 class Noise:
     """Where the random numbers of stochastic rounding come from: Philox4x32-10 (Salmon et al., 2011).
 
-    Value i of chunk k draws the word for element ``k * pitch + offset + i`` of `stream` under `seed`, so
-    that results repeat bit for bit and do not depend on how a tensor is cut. `pitch` and `offset` are
-    multiples of 32.
+    Value i of chunk k draws the word for element ``k * pitch + offset + i`` (modulo 2**64) of `stream` under
+    `seed`, so that results repeat bit for bit and do not depend on how a tensor is cut. `pitch` and
+    `offset` are multiples of 32.
     """
 
     seed: int
@@ -129,12 +131,14 @@ class Noise:
     pitch: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("seed", "stream"):
-            if not 0 <= getattr(self, name) < 2**64:
-                raise ValueError(f"{name} must fit 64 unsigned bits, not {getattr(self, name)}")
-        for name in ("offset", "pitch"):
-            if getattr(self, name) < 0 or getattr(self, name) % GROUP:
-                raise ValueError(f"{name} must be a non-negative multiple of {GROUP}, not {getattr(self, name)}")
+        for field in fields(self):
+            name, value = field.name, getattr(self, field.name)
+            if type(value) is not int:
+                raise TypeError(f"{name} must be an int, not {value!r}")
+            if not 0 <= value < 2**64:
+                raise ValueError(f"{name} must fit 64 unsigned bits, not {value}")
+            if name in ("offset", "pitch") and value % GROUP:
+                raise ValueError(f"{name} must be a multiple of {GROUP}, not {value}")
 
 
 @dataclass(frozen=True)
@@ -144,6 +148,12 @@ class Formats:
     weights: BlockFormat
     gradients_intra: BlockFormat
     gradients_inter: BlockFormat
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not isinstance(value, BlockFormat):
+                raise TypeError(f"{field.name} must be a BlockFormat, not {value!r}")
 
     @classmethod
     def exact(cls) -> Formats:

@@ -10,12 +10,16 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 from zpp.errors import PeerError, ZppError
 
 Stage = Callable[[], None]
+_EXIT_SECONDS = 5.0
+"""How long an interpreter that ends waits for jobs in flight: a peer may be gone."""
 
 
 class _Job:
@@ -52,9 +56,12 @@ class Pipeline:
 
     def _start(self) -> None:
         for lane in range(len(self._queues)):
-            thread = threading.Thread(target=self._run, args=(lane,), name=f"zpp {self.name} {lane}", daemon=True)
+            name = f"zpp {self.name} {lane}"
+            thread = threading.Thread(target=self._run, args=(lane,), name=name, daemon=True)
             thread.start()
             self._threads.append(thread)
+        # A daemon thread that still runs when the interpreter is torn down can abort the process.
+        weakref.finalize(self, _end, self._queues[0], self._threads, _EXIT_SECONDS)
 
     def _run(self, lane: int) -> None:
         last = len(self._queues) - 1
@@ -81,16 +88,27 @@ class Pipeline:
             return
         try:
             job.stages[lane]()
-        except BaseException as error:  # noqa: BLE001 - handed to whoever waits for the job
+        except BaseException as error:  # handed to whoever waits for the job
             self._broken = error
             job.future.set_exception(error)
 
     def close(self) -> None:
         """End the threads once the jobs submitted so far are done."""
         self._closed = True
-        if self._threads:
-            self._queues[0].put(None)
-            for thread in self._threads:
-                if thread is not threading.current_thread():
-                    thread.join()
-            self._threads.clear()
+        _end(self._queues[0], self._threads)
+        self._threads.clear()
+
+
+def _end(
+    entrance: queue.SimpleQueue[_Job | None],
+    threads: Sequence[threading.Thread],
+    seconds: float | None = None,
+) -> None:
+    """Have the threads end after the jobs that they have; wait for that, at most `seconds`."""
+    if not threads:
+        return
+    entrance.put(None)
+    until = None if seconds is None else time.monotonic() + seconds
+    for thread in threads:
+        if thread is not threading.current_thread():
+            thread.join(None if until is None else max(0.0, until - time.monotonic()))

@@ -161,7 +161,8 @@ def reduce_scatter(
         return Work("reduce_scatter", [], shard)
 
     streams = engine.next_stream(), engine.next_stream()
-    call = _Call(engine, kernels, formats[0].resolve(wire), formats[1].resolve(wire), factor, streams, shard.numel())
+    intra, inter = (fmt.resolve(wire) for fmt in formats)
+    call = _Call(engine, kernels, intra, inter, factor, streams, shard.numel())
     parts, flat = full.view(engine.topology.world_size, -1), shard.view(1, -1)
     as_bytes = full.element_size() if wire is ValueType.BYTE else 1
     if wire is ValueType.BYTE:

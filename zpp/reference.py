@@ -6,6 +6,8 @@ unfused and in the order written here. A record is a flat uint8 array: payload, 
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -16,7 +18,7 @@ Bytes = NDArray[np.uint8]
 Float32 = NDArray[np.float32]
 Values = NDArray[np.float32] | NDArray[np.uint16] | NDArray[np.uint8]
 
-NUMPY_TYPE = {
+NUMPY_TYPE: dict[ValueType, np.dtype[Any]] = {
     ValueType.FLOAT32: np.dtype(np.float32),
     ValueType.BFLOAT16: np.dtype(np.uint16),
     ValueType.FLOAT16: np.dtype(np.uint16),
@@ -100,7 +102,8 @@ def philox(counter: NDArray[np.uint64], noise: Noise) -> NDArray[np.uint32]:
     """Philox4x32-10: four words for each 64-bit counter, shape (len(counter), 4)."""
     low = np.uint64(0xFFFFFFFF)
     shift = np.uint64(32)
-    c = [counter & low, counter >> shift, *(np.full_like(counter, w) for w in divmod(noise.stream, 2**32)[::-1])]
+    stream = [np.full_like(counter, word) for word in (noise.stream % 2**32, noise.stream >> 32)]
+    c = [counter & low, counter >> shift, *stream]
     key = [noise.seed % 2**32, noise.seed >> 32]
     for _ in range(10):
         product0, product1 = c[0] * np.uint64(0xD2511F53), c[2] * np.uint64(0xCD9E8D57)
@@ -116,7 +119,7 @@ def philox(counter: NDArray[np.uint64], noise: Noise) -> NDArray[np.uint32]:
 
 def uniform(numel: int, chunk: int, noise: Noise) -> Float32:
     """One number in [0, 1) for each value of a chunk, with 24 random bits."""
-    first = chunk * noise.pitch + noise.offset
+    first = (chunk * noise.pitch + noise.offset) % 2**64
     counters = np.arange(ceil_div(numel, 4), dtype=np.uint64) + np.uint64(first // 4)
     words = philox(counters, noise).reshape(-1)[:numel]
     return (words >> np.uint32(8)).astype(np.float32) * np.float32(2.0**-24)
@@ -129,15 +132,18 @@ def pack_int4(q: NDArray[np.int8]) -> Bytes:
 
 
 def unpack_int4(payload: Bytes) -> NDArray[np.int8]:
-    nibbles = np.stack((payload.reshape(-1, 16) & np.uint8(15), payload.reshape(-1, 16) >> np.uint8(4)), axis=1)
+    halves = payload.reshape(-1, GROUP // 2)
+    nibbles = np.stack((halves & np.uint8(15), halves >> np.uint8(4)), axis=1)
     return ((nibbles.astype(np.int8) ^ 8) - 8).reshape(-1)
 
 
-def quantize(x: Float32, fmt: BlockFormat, noise: Noise | None, chunk: int) -> tuple[Float32, NDArray[np.int8]]:
+def quantize(
+    x: Float32, fmt: BlockFormat, noise: Noise | None, chunk: int
+) -> tuple[Float32, NDArray[np.int8]]:
     """Scales and levels of values that are padded to whole groups and, if the format says so, rotated."""
-    blocks = np.zeros(round_up(x.size, fmt.block), np.float32)
-    blocks[: x.size] = x
-    blocks = blocks.reshape(-1, fmt.block)
+    padded = np.zeros(round_up(x.size, fmt.block), np.float32)
+    padded[: x.size] = x
+    blocks = padded.reshape(-1, fmt.block)
     scales = block_scales(blocks, fmt)
     usable = np.isfinite(scales) & (scales != 0)
     inverse = np.divide(np.float32(1), scales, out=np.zeros_like(scales), where=usable)
@@ -147,7 +153,8 @@ def quantize(x: Float32, fmt: BlockFormat, noise: Noise | None, chunk: int) -> t
             raise ValueError("stochastic rounding needs a Noise")
         u = np.zeros(blocks.size, np.float32)
         u[: x.size] = uniform(x.size, chunk, noise)
-        q = np.where(usable[:, None], np.floor(t + u.reshape(blocks.shape)), np.float32(0))
+        whole = np.floor(t)
+        q = whole + (u.reshape(blocks.shape) < t - whole)  # t + u would be rounded, and be up too often
     else:
         q = np.rint(t)
     low, high = LEVELS[fmt.code]
@@ -158,8 +165,8 @@ def _encode_float32(x: Float32, fmt: BlockFormat, noise: Noise | None, chunk: in
     """One record from values that are already in the format's domain (rotated or not)."""
     scales, q = quantize(x, fmt, noise, chunk)
     payload = pack_int4(q) if fmt.code is Code.INT4 else q.view(np.uint8)
-    stored = from_float32(scales, ValueType.BFLOAT16 if fmt.scale is ScaleType.BFLOAT16 else ValueType.FLOAT32)
-    return np.concatenate((payload, stored.view(np.uint8)))
+    kind = ValueType.BFLOAT16 if fmt.scale is ScaleType.BFLOAT16 else ValueType.FLOAT32
+    return np.concatenate((payload, from_float32(scales, kind).view(np.uint8)))
 
 
 def _pad_to_groups(x: Float32) -> Float32:
@@ -169,7 +176,9 @@ def _pad_to_groups(x: Float32) -> Float32:
 
 
 @_QUIET
-def encode(src: Values, kind: ValueType, fmt: BlockFormat, *, rows: int = 1, noise: Noise | None = None) -> Bytes:
+def encode(
+    src: Values, kind: ValueType, fmt: BlockFormat, *, rows: int = 1, noise: Noise | None = None
+) -> Bytes:
     """Encode each chunk of `src` (count, numel) into a record; returns (count, record_nbytes).
 
     With `rows` the chunks form a (rows, count / rows) table whose records come out transposed: the
@@ -204,16 +213,15 @@ def dequantize(record: Bytes, fmt: BlockFormat, numel: int) -> Float32:
     else:
         scales = stored.view(np.float32)
     y = q.astype(np.float32) * np.repeat(scales, fmt.block)[: q.size]
-    return np.clip(y, -FLOAT32_MAX, FLOAT32_MAX)
+    clipped: Float32 = np.clip(y, -FLOAT32_MAX, FLOAT32_MAX)
+    return clipped
 
 
 @_QUIET
-def decode(
-    records: Bytes, fmt: BlockFormat, numel: int, kind: ValueType, *, rows: int = 1
-) -> Values:
+def decode(records: Bytes, fmt: BlockFormat, numel: int, kind: ValueType, *, rows: int = 1) -> Values:
     """Decode (count, record_nbytes) into (count, numel); `rows` undoes the order that encode's gave."""
     count = records.shape[0]
-    out = np.empty((count, numel), NUMPY_TYPE[kind])
+    out: Values = np.empty((count, numel), NUMPY_TYPE[kind])
     for k in range(count):
         record = records[transposed(k, rows, count // rows)]
         if not fmt.quantized and int(fmt.code) == int(kind):
@@ -224,23 +232,32 @@ def decode(
     return out
 
 
+def _saturate(results: Float32, where: NDArray[np.bool_]) -> Float32:
+    """The largest float32 in place of an Inf that came from finite numbers."""
+    return np.where(where, np.clip(results, -FLOAT32_MAX, FLOAT32_MAX), results)
+
+
 def _sum(records: Bytes, fmt: BlockFormat, numel: int) -> Float32:
     """The sum over peers, in rank order, in the format's domain."""
     total = dequantize(records[0], fmt, numel)
     for record in records[1:]:
-        total = total + dequantize(record, fmt, numel)
+        term = dequantize(record, fmt, numel)
+        total = _saturate(total + term, np.isfinite(total) & np.isfinite(term))
     return total
 
 
 @_QUIET
-def decode_reduce(records: Bytes, fmt: BlockFormat, numel: int, kind: ValueType, *, factor: float = 1.0) -> Values:
+def decode_reduce(
+    records: Bytes, fmt: BlockFormat, numel: int, kind: ValueType, *, factor: float = 1.0
+) -> Values:
     """Decode (peers, count, record_nbytes), sum over peers, times `factor`: (count, numel)."""
     count = records.shape[1]
-    out = np.empty((count, numel), NUMPY_TYPE[kind])
+    out: Values = np.empty((count, numel), NUMPY_TYPE[kind])
     for k in range(count):
         total = _sum(records[:, k], fmt, numel)
         total = unrotate(total) if fmt.rotate else total
-        out[k] = from_float32(total * np.float32(factor), kind)[:numel]
+        product = _saturate(total * np.float32(factor), np.isfinite(total))
+        out[k] = from_float32(product, kind)[:numel]
     return out
 
 

@@ -33,7 +33,9 @@ class SecondaryPartition:
     def nbytes(self) -> int:
         return sum(records.numel() for records in self.records)
 
-    def begin(self, fmt: BlockFormat, wire: ValueType, numel: int, cuts: list[tuple[int, int]]) -> list[torch.Tensor]:
+    def begin(
+        self, fmt: BlockFormat, wire: ValueType, numel: int, cuts: list[tuple[int, int]]
+    ) -> list[torch.Tensor]:
         """Drop the stamp; room for the records of `numel` values cut into spans, a buffer a span."""
         self.generation = None
         sizes = [self._nodes * fmt.record_nbytes(stop - start) for start, stop in cuts]
@@ -55,6 +57,8 @@ class SecondaryPartition:
     def require(self, generation: int, numel: int) -> None:
         if self.generation != generation:
             held = "nothing complete" if self.generation is None else f"generation {self.generation}"
-            raise StaleSecondaryError(f"the secondary partition holds {held}, generation {generation} was asked for")
+            raise StaleSecondaryError(
+                f"the secondary partition holds {held}, generation {generation} was asked for"
+            )
         if self.numel != numel:
             raise ValueError(f"the secondary partition is of shards of {self.numel} values, not {numel}")

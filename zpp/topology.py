@@ -73,7 +73,7 @@ class Topology:
         return {Axis.INTRA: self.local_rank, Axis.INTER: self.node, Axis.WORLD: self.rank}[axis]
 
     def groups(self, axis: Axis) -> list[list[int]]:
-        """All groups of ranks along the axis: the same list on every rank, so subgroups can be made from it."""
+        """All groups of ranks along the axis: the same list on every rank, to make subgroups from."""
         if axis is Axis.WORLD:
             return [list(range(self.world_size))]
         if axis is Axis.INTRA:

@@ -6,6 +6,7 @@ import warnings
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from zpp.errors import UnavailableError
 from zpp.format import BlockFormat, Noise
@@ -19,24 +20,22 @@ class Kernels(Protocol):
     """
 
     def encode(
-        self, src: torch.Tensor, fmt: BlockFormat, out: torch.Tensor, *, rows: int = 1, noise: Noise | None = None
+        self, src: Tensor, fmt: BlockFormat, out: Tensor, *, rows: int = 1, noise: Noise | None = None
     ) -> None:
         """src [count, numel] -> out [count, record_nbytes]; the chunks as a (rows, ...) table, transposed."""
 
-    def decode(self, records: torch.Tensor, fmt: BlockFormat, out: torch.Tensor, *, rows: int = 1) -> None:
+    def decode(self, records: Tensor, fmt: BlockFormat, out: Tensor, *, rows: int = 1) -> None:
         """records [count, record_nbytes] -> out [count, numel]; `rows` undoes the order that encode gave."""
 
-    def decode_reduce(
-        self, records: torch.Tensor, fmt: BlockFormat, out: torch.Tensor, *, factor: float = 1.0
-    ) -> None:
-        """records [peers, count, record_nbytes] -> out [count, numel]: float32 sums in order, times factor."""
+    def decode_reduce(self, records: Tensor, fmt: BlockFormat, out: Tensor, *, factor: float = 1.0) -> None:
+        """records [peers, count, record_nbytes] -> out [count, numel]: sums in order, times factor."""
 
     def decode_reduce_encode(
         self,
-        records: torch.Tensor,
+        records: Tensor,
         fmt: BlockFormat,
         out_fmt: BlockFormat,
-        out: torch.Tensor,
+        out: Tensor,
         numel: int,
         *,
         noise: Noise | None = None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from zpp.format import BlockFormat, Noise
 from zpp.kernels import Kernels
@@ -15,23 +16,21 @@ class ExactKernels:
         self._copies, self._dtype = copies, dtype
 
     def encode(
-        self, src: torch.Tensor, fmt: BlockFormat, out: torch.Tensor, *, rows: int = 1, noise: Noise | None = None
+        self, src: Tensor, fmt: BlockFormat, out: Tensor, *, rows: int = 1, noise: Noise | None = None
     ) -> None:
         self._copies.encode(src, fmt, out, rows=rows, noise=noise)
 
-    def decode(self, records: torch.Tensor, fmt: BlockFormat, out: torch.Tensor, *, rows: int = 1) -> None:
+    def decode(self, records: Tensor, fmt: BlockFormat, out: Tensor, *, rows: int = 1) -> None:
         self._copies.decode(records, fmt, out, rows=rows)
 
-    def _sum(self, records: torch.Tensor, nbytes: int) -> torch.Tensor:
+    def _sum(self, records: Tensor, nbytes: int) -> Tensor:
         parts = [part[:, :nbytes].flatten().view(self._dtype).view(part.shape[0], -1) for part in records]
-        total = parts[0].clone()
+        total: Tensor = parts[0].clone()
         for part in parts[1:]:
             total += part
         return total
 
-    def decode_reduce(
-        self, records: torch.Tensor, fmt: BlockFormat, out: torch.Tensor, *, factor: float = 1.0
-    ) -> None:
+    def decode_reduce(self, records: Tensor, fmt: BlockFormat, out: Tensor, *, factor: float = 1.0) -> None:
         if not out.numel():
             return
         total = self._sum(records, out.shape[1] * out.element_size())
@@ -39,10 +38,10 @@ class ExactKernels:
 
     def decode_reduce_encode(
         self,
-        records: torch.Tensor,
+        records: Tensor,
         fmt: BlockFormat,
         out_fmt: BlockFormat,
-        out: torch.Tensor,
+        out: Tensor,
         numel: int,
         *,
         noise: Noise | None = None,

@@ -6,7 +6,7 @@ import ctypes
 from functools import lru_cache
 from pathlib import Path
 
-import torch
+from torch import Tensor
 
 from zpp.format import BlockFormat, Noise, Rounding
 from zpp.kernels import operands
@@ -66,7 +66,7 @@ def _noise(fmt: BlockFormat, noise: Noise | None) -> _Noise:
     return _Noise(noise.seed, noise.stream, noise.offset, noise.pitch)
 
 
-def _row_stride(values: torch.Tensor) -> int:
+def _row_stride(values: Tensor) -> int:
     return values.stride(0) if values.shape[0] > 1 else values.shape[1]
 
 
@@ -85,7 +85,7 @@ class HostKernels:
         self.level = best if level is None else level
 
     def encode(
-        self, src: torch.Tensor, fmt: BlockFormat, out: torch.Tensor, *, rows: int = 1, noise: Noise | None = None
+        self, src: Tensor, fmt: BlockFormat, out: Tensor, *, rows: int = 1, noise: Noise | None = None
     ) -> None:
         kind = operands.values("src", src, fmt)
         count, numel = src.shape
@@ -105,7 +105,7 @@ class HostKernels:
             out.data_ptr(),
         )
 
-    def decode(self, records: torch.Tensor, fmt: BlockFormat, out: torch.Tensor, *, rows: int = 1) -> None:
+    def decode(self, records: Tensor, fmt: BlockFormat, out: Tensor, *, rows: int = 1) -> None:
         kind = operands.values("out", out, fmt)
         count, numel = out.shape
         operands.records("records", records, fmt, numel, count)
@@ -123,9 +123,7 @@ class HostKernels:
             _row_stride(out),
         )
 
-    def decode_reduce(
-        self, records: torch.Tensor, fmt: BlockFormat, out: torch.Tensor, *, factor: float = 1.0
-    ) -> None:
+    def decode_reduce(self, records: Tensor, fmt: BlockFormat, out: Tensor, *, factor: float = 1.0) -> None:
         kind = operands.values("out", out, fmt)
         count, numel = out.shape
         operands.records("records", records, fmt, numel, records.shape[0], count)
@@ -145,10 +143,10 @@ class HostKernels:
 
     def decode_reduce_encode(
         self,
-        records: torch.Tensor,
+        records: Tensor,
         fmt: BlockFormat,
         out_fmt: BlockFormat,
-        out: torch.Tensor,
+        out: Tensor,
         numel: int,
         *,
         noise: Noise | None = None,

@@ -49,8 +49,6 @@ struct Group {
     vf low, high;  // values 0 to 15 and 16 to 31
 };
 
-ZPP_FN Group times(Group g, float factor) { return {g.low * factor, g.high * factor}; }
-
 template <class V> ZPP_FN V load(const void* p) { V v; std::memcpy(&v, p, sizeof v); return v; }
 template <class V> ZPP_FN void store(void* p, V v) { std::memcpy(p, &v, sizeof v); }
 
@@ -102,6 +100,13 @@ ZPP_FN vf plus_exact_product(vf sum, vf x, float y) { return sum + x * y; }
 ZPP_FN vf level_of_nibble(vu x) { return to_float((((vi)x & 15) ^ 8) - 8); }
 ZPP_FN vu nibbles(vu low, vu high) { return (low & 15u) | (high << 4); }
 #endif
+
+// ---- Sums and products. PLAIN: no result is near the limits of float32, see SMALLEST_PLAIN.
+
+template <bool PLAIN> ZPP_FN Group times(Group g, float factor) {
+    if (PLAIN) return {g.low * factor, g.high * factor};
+    return {finite_product(g.low, factor), finite_product(g.high, factor)};
+}
 
 // ---- Value types. PLAIN: the values are finite and small, see SMALLEST_PLAIN.
 

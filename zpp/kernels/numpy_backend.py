@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from zpp import reference
 from zpp.format import BlockFormat, Noise
 from zpp.kernels import operands
 
 
-def as_array(tensor: torch.Tensor) -> NDArray[np.generic]:
+def as_array(tensor: Tensor) -> NDArray[Any]:
     """A NumPy view of a CPU tensor; 16-bit floats as their bits.
 
     Not ``tensor.numpy()``, which forbids from then on to resize the storage: zero3 does that.
@@ -24,40 +25,38 @@ def as_array(tensor: torch.Tensor) -> NDArray[np.generic]:
     size = tensor.element_size()
     span = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
     memory = (ctypes.c_uint8 * (span * size)).from_address(tensor.data_ptr())
-    flat = np.frombuffer(memory, kind)
-    return np.lib.stride_tricks.as_strided(flat, tuple(tensor.shape), [size * stride for stride in tensor.stride()])
+    strides = [size * stride for stride in tensor.stride()]
+    return np.ndarray(tuple(tensor.shape), kind, memoryview(memory), strides=strides)
 
 
 class ReferenceKernels:
     """`zpp.kernels.Kernels` by NumPy."""
 
     def encode(
-        self, src: torch.Tensor, fmt: BlockFormat, out: torch.Tensor, *, rows: int = 1, noise: Noise | None = None
+        self, src: Tensor, fmt: BlockFormat, out: Tensor, *, rows: int = 1, noise: Noise | None = None
     ) -> None:
         kind = operands.values("src", src, fmt)
         operands.records("out", out, fmt, src.shape[1], src.shape[0])
         operands.table(src.shape[0], rows)
         as_array(out)[:] = reference.encode(as_array(src), kind, fmt, rows=rows, noise=noise)
 
-    def decode(self, records: torch.Tensor, fmt: BlockFormat, out: torch.Tensor, *, rows: int = 1) -> None:
+    def decode(self, records: Tensor, fmt: BlockFormat, out: Tensor, *, rows: int = 1) -> None:
         kind = operands.values("out", out, fmt)
         operands.records("records", records, fmt, out.shape[1], out.shape[0])
         operands.table(out.shape[0], rows)
         as_array(out)[:] = reference.decode(as_array(records), fmt, out.shape[1], kind, rows=rows)
 
-    def decode_reduce(
-        self, records: torch.Tensor, fmt: BlockFormat, out: torch.Tensor, *, factor: float = 1.0
-    ) -> None:
+    def decode_reduce(self, records: Tensor, fmt: BlockFormat, out: Tensor, *, factor: float = 1.0) -> None:
         kind = operands.values("out", out, fmt)
         operands.records("records", records, fmt, out.shape[1], records.shape[0], out.shape[0])
         as_array(out)[:] = reference.decode_reduce(as_array(records), fmt, out.shape[1], kind, factor=factor)
 
     def decode_reduce_encode(
         self,
-        records: torch.Tensor,
+        records: Tensor,
         fmt: BlockFormat,
         out_fmt: BlockFormat,
-        out: torch.Tensor,
+        out: Tensor,
         numel: int,
         *,
         noise: Noise | None = None,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
-from zpp.format import BlockFormat, ValueType
+from zpp.format import BlockFormat, Code, ValueType
 
 VALUE_TYPES = {
     torch.float32: ValueType.FLOAT32,
@@ -14,25 +15,25 @@ VALUE_TYPES = {
 }
 
 
-def values(name: str, tensor: torch.Tensor, fmt: BlockFormat) -> ValueType:
+def values(name: str, tensor: Tensor, fmt: BlockFormat) -> ValueType:
     """The value type of a [count, numel] operand whose rows are contiguous."""
     if tensor.dim() != 2:
         raise ValueError(f"{name} must be [count, numel], not of shape {tuple(tensor.shape)}")
     if tensor.shape[1] > 1 and tensor.stride(1) != 1:
         raise ValueError(f"{name} must have contiguous rows, not strides {tensor.stride()}")
     kind = VALUE_TYPES.get(tensor.dtype)
-    if kind is None or (kind == ValueType.BYTE) != (fmt.code == ValueType.BYTE):
+    if kind is None or (kind is ValueType.BYTE) != (fmt.code is Code.BYTE):
         raise TypeError(f"{name} of {tensor.dtype} cannot be encoded as {fmt}")
     return kind
 
 
-def records(name: str, tensor: torch.Tensor, fmt: BlockFormat, numel: int, *leading: int) -> None:
+def records(name: str, tensor: Tensor, fmt: BlockFormat, numel: int, *leading: int) -> None:
     """`tensor` is uint8, contiguous, [*leading, record_nbytes of `numel` values]."""
     shape = (*leading, fmt.record_nbytes(numel))
     if tensor.dtype is not torch.uint8 or not tensor.is_contiguous():
         raise TypeError(f"{name} must be contiguous uint8, not {tensor.dtype} with strides {tensor.stride()}")
-    if tuple(tensor.shape) != shape:
-        raise ValueError(f"{name} must be of shape {shape} for {numel} values as {fmt}, not {tuple(tensor.shape)}")
+    if (got := tuple(tensor.shape)) != shape:
+        raise ValueError(f"{name} must be of shape {shape} for {numel} values as {fmt}, not {got}")
 
 
 def table(count: int, rows: int) -> None:

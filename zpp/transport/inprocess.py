@@ -92,10 +92,11 @@ class InProcessTransport:
 
         def finish() -> None:
             parts = recv.view(len(ranks), -1)
+            due = parts.shape[1]
             for i, data in enumerate(self._world.collect(key, ranks)):
                 part = data.view(len(ranks), -1)[me] if scatter else data
-                if part.numel() != parts.shape[1]:
-                    raise PeerError(f"rank {ranks[i]} sent {part.numel()} bytes where {parts.shape[1]} were due")
+                if part.numel() != due:
+                    raise PeerError(f"rank {ranks[i]} sent {part.numel()} bytes where {due} were due")
                 parts[i].copy_(part)
 
         return _Pending(finish)
@@ -131,11 +132,11 @@ def run(
     def rank_main(rank: int) -> None:
         try:
             results[rank] = body(InProcessTransport(world, rank))
-        except BaseException as error:  # noqa: BLE001 - handed to the caller below
+        except BaseException as error:  # handed to the caller below
             errors.append(error)
             world.fail(f"rank {rank} failed: {type(error).__name__}: {error}")
 
-    threads = [threading.Thread(target=rank_main, args=(rank,), name=f"rank {rank}") for rank in range(world_size)]
+    threads = [threading.Thread(target=rank_main, args=(i,), name=f"rank {i}") for i in range(world_size)]
     for thread in threads:
         thread.start()
     for thread in threads:

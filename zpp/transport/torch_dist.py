@@ -61,8 +61,13 @@ class TorchTransport:
         if self._world is not dist.group.WORLD:
             # Ranks outside `group` do not call this, so only the members of each subgroup make it.
             ranks = [dist.get_global_rank(self._world, i) for i in mine]
-            return dist.new_group(ranks, timeout=self._timeout, use_local_synchronization=True)
-        made = [(ranks, dist.new_group(ranks, timeout=self._timeout)) for ranks in self.topology.groups(axis)]
+            own: dist.ProcessGroup = dist.new_group(
+                ranks, timeout=self._timeout, use_local_synchronization=True
+            )
+            return own
+        made: list[tuple[list[int], dist.ProcessGroup]] = [
+            (ranks, dist.new_group(ranks, timeout=self._timeout)) for ranks in self.topology.groups(axis)
+        ]
         return next(group for ranks, group in made if ranks == mine)
 
     def _pending(self, work: dist.Work | None, operation: str, channel: Channel, axis: Axis) -> _Pending:

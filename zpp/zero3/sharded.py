@@ -38,6 +38,7 @@ def shard(
     hpz: bool = True,
     qgz: bool = True,
     compute_dtype: torch.dtype = torch.bfloat16,
+    reshard_after_forward: bool = True,
     prefetch: int = 2,
 ) -> Sharded:
     """Shard `module`'s parameters over the communicator's ranks, in place. A collective call.
@@ -48,6 +49,8 @@ def shard(
     (floating-point inputs are cast to it); gradients are averaged over ranks.
 
     qwz, hpz, qgz: quantized weights, secondary partitions, quantized gradients, each by itself.
+    reshard_after_forward: free units after their forward pass and gather them again in backward; if
+    False they stay whole between the two. The root's unit always does.
     prefetch: how many units ahead are gathered while one computes.
 
     Raises MismatchError if the ranks' initial weights or arguments differ.
@@ -62,13 +65,14 @@ def shard(
     groups = _group_parameters(module, list(units))
     compare(
         communicator.exchange,
-        f"zero3 qwz={qwz} hpz={hpz} qgz={qgz} {compute_dtype} prefetch={prefetch} weights {_digest(groups)}",
+        f"zero3 qwz={qwz} hpz={hpz} qgz={qgz} {compute_dtype} reshard={reshard_after_forward} "
+        f"prefetch={prefetch} weights {_digest(groups)}",
     )
     made = []
     for (name, owner), owners in groups:
         unit = Unit(name, owners, communicator, weights, compute_dtype, keep_secondary=hpz)
         made.append((owner, unit))
-    return Sharded(module, communicator, made, gradients, compute_dtype, prefetch)
+    return Sharded(module, communicator, made, gradients, compute_dtype, reshard_after_forward, prefetch)
 
 
 Group = tuple[tuple[str, nn.Module], Owners]
@@ -90,7 +94,8 @@ def _group_parameters(root: nn.Module, units: list[nn.Module]) -> list[Group]:
             if parameter is None:
                 continue
             if parameter.dtype != torch.float32:
-                raise TypeError(f"parameter {name} of {names[module] or 'the root'} is {parameter.dtype}, not float32")
+                where = names[module] or "the root"
+                raise TypeError(f"parameter {name} of {where} is {parameter.dtype}, not float32")
             places.setdefault(parameter, []).append((module, name))
             homes.setdefault(parameter, set()).add(inside.get(module, len(units)))
     owners: list[Owners] = [{} for _ in range(len(units) + 1)]
@@ -122,10 +127,11 @@ class Sharded:
         units: list[tuple[nn.Module, Unit]],
         gradient_formats: tuple[BlockFormat, BlockFormat],
         compute_dtype: torch.dtype,
+        reshard_after_forward: bool,
         prefetch: int,
     ) -> None:
         self.module, self.communicator = module, communicator
-        self._compute_dtype, self._prefetch = compute_dtype, prefetch
+        self._compute_dtype, self._reshard, self._prefetch = compute_dtype, reshard_after_forward, prefetch
         self._generation = 0
         self._root = next((unit for owner, unit in units if owner is module), None)
         self._units = [unit for owner, unit in units if owner is not module]
@@ -214,7 +220,8 @@ class Sharded:
 
         def stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             sharded = me()
-            if sharded is not None and any(id(p) in ours for g in optimizer.param_groups for p in g["params"]):
+            theirs = (id(p) for group in optimizer.param_groups for p in group["params"])
+            if sharded is not None and not ours.isdisjoint(theirs):
                 sharded.weights_changed()
 
         weakref.finalize(self, register_optimizer_step_post_hook(stepped).remove)
@@ -240,8 +247,8 @@ class Sharded:
         unit.wait()
 
     def _after_forward(self, unit: Unit, output: Any) -> None:
-        if not self._on_backward(output, lambda: self._before_backward(unit)) or unit is not self._units[-1]:
-            unit.free()  # the last unit is the first one that backward needs
+        if not self._on_backward(output, lambda: self._before_backward(unit)) or self._reshard:
+            unit.free()
 
     def _leave(self, output: Any) -> None:
         if not self._on_backward(output, self._start_backward):
@@ -260,6 +267,9 @@ class Sharded:
             Variable._execution_engine.queue_callback(self._end_backward)
             if self._root is not None:
                 self._root.gather(self._generation)
+            for unit in reversed(self._units[len(self._units) - min(self._prefetch, len(self._units)) :]):
+                unit.gather(self._generation)
+            if self._root is not None:
                 self._root.wait()
 
     def _before_backward(self, unit: Unit) -> None:
