@@ -73,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--heads", type=positive, default=6, help="attention heads (default %(default)s)")
     add("--text", metavar="FILE", help="train on FILE (default: the Python language reference)")
     add("--seed", type=_at_least(0), default=0, help="of the weights and the data (default %(default)s)")
-    add("--lr", type=float, default=1e-3, help="AdamW's learning rate (default %(default)s)")
+    add("--lr", type=float, default=3e-4, help="AdamW's learning rate (default %(default)s)")
     add("--json", metavar="FILE", help="write one JSON line per system to FILE")
 
 

@@ -16,6 +16,9 @@ from collectives_bench.model import GPT, VOCABULARY
 from collectives_bench.systems import SYSTEMS, Context, SentBytes
 
 TIMEOUT = timedelta(seconds=120)
+RISE = 20
+"""Steps over which the learning rate rises. Without it, one unlucky batch throws a run off for a while, by
+whichever system it is trained, and losses could not be compared."""
 
 
 def join(case: Case, place: Place) -> None:
@@ -40,7 +43,8 @@ def train(case: Case, place: Place, progress: Callable[[int], None]) -> RankResu
     params = sum(parameter.numel() for parameter in model.parameters())
     sent = SYSTEMS[case.system].apply(model, Context(case.ranks_per_node))
     counter = _counter(case, place, sent)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=case.lr, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=case.lr, betas=(0.9, 0.95), fused=True)
+    rise = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=1 / RISE, total_iters=RISE)
     data = text.load(case.text)
 
     step_ms: list[float] = []
@@ -67,6 +71,7 @@ def train(case: Case, place: Place, progress: Callable[[int], None]) -> RankResu
         if step >= case.warmup:
             step_ms.append(elapsed * 1e3)
         losses.append(loss.item())
+        rise.step()
         progress(step + 1)
     sent_after = _read_between_steps(counter)
     crossed = None if sent_before is None or sent_after is None else sent_after - sent_before
