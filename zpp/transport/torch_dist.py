@@ -27,14 +27,16 @@ def detect_topology(group: dist.ProcessGroup) -> Topology:
 
 @dataclass
 class _Pending:
-    """A c10d Work whose failure is told in zpp's words."""
+    """Messages under way, with their buffers; a failure is told in zpp's words."""
 
-    work: dist.Work
+    works: list[dist.Work]
+    buffers: list[torch.Tensor]
     what: str
 
     def wait(self) -> None:
         try:
-            self.work.wait()
+            for work in self.works:
+                work.wait()
         except RuntimeError as error:
             raise PeerError(f"{self.what} failed: {error}") from error
 
@@ -70,17 +72,35 @@ class TorchTransport:
         ]
         return next(group for ranks, group in made if ranks == mine)
 
-    def _pending(self, work: dist.Work | None, operation: str, channel: Channel, axis: Axis) -> _Pending:
-        assert work is not None, "this rank is a member of the group"
-        return _Pending(work, f"{operation} ({channel.value}, axis {axis.value}, rank {self.topology.rank})")
-
     def all_gather(self, channel: Channel, axis: Axis, send: torch.Tensor, recv: torch.Tensor) -> _Pending:
-        work = _all_gather_single(recv, send, group=self._groups[channel, axis], async_op=True)
-        return self._pending(work, "all_gather", channel, axis)
+        size = self.topology.size(axis)
+        return self._swap(f"all_gather ({channel.value}", channel, axis, [send] * size, recv.view(size, -1))
 
     def all_to_all(self, channel: Channel, axis: Axis, send: torch.Tensor, recv: torch.Tensor) -> _Pending:
-        work = dist.all_to_all_single(recv, send, group=self._groups[channel, axis], async_op=True)
-        return self._pending(work, "all_to_all", channel, axis)
+        size = self.topology.size(axis)
+        parts = list(send.view(size, -1))
+        return self._swap(f"all_to_all ({channel.value}", channel, axis, parts, recv.view(size, -1))
+
+    def _swap(
+        self, what: str, channel: Channel, axis: Axis, parts: list[torch.Tensor], recv: torch.Tensor
+    ) -> _Pending:
+        """Send `parts[i]` to member i of the axis and receive `recv[i]` from it, straight to and from memory.
+
+        gloo's own collectives copy: its all-gather passes everything through a buffer that it allocates.
+        """
+        group = self._groups[channel, axis]
+        size, me = len(parts), group.rank()
+        pending = _Pending([], [recv, *parts], f"{what}, axis {axis.value}, rank {self.topology.rank})")
+        if recv.numel() == 0:
+            return pending
+        peers = [(me + distance) % size for distance in range(1, size)]  # not all at the same one first
+        try:
+            pending.works += [group.recv([recv[peer]], peer, 0) for peer in peers]
+            pending.works += [group.send([parts[peer]], peer, 0) for peer in peers]
+        except RuntimeError as error:
+            raise PeerError(f"{pending.what} failed: {error}") from error
+        recv[me].copy_(parts[me])
+        return pending
 
     def exchange(self, message: bytes) -> list[bytes]:
         send = torch.frombuffer(bytearray(message), dtype=torch.uint8)
