@@ -70,6 +70,21 @@ def test_compute_and_fsdp2_over_a_shaped_link(namespaces: None, tmp_path: Path) 
     assert compute["cross_node_M"] < 0.01
 
 
+def test_zpp_trains_as_zero3_does_with_a_quarter_of_the_bytes(tmp_path: Path) -> None:
+    """By the transport's own counters, since a shaped link may not be had; the losses are real."""
+    file = tmp_path / "rows.jsonl"
+    sizes = ("--layers", "2", "--width", "128", "--heads", "4", "--context", "32")
+    done = _run(
+        "train", "--systems", "zero3,zpp", "--steps", "30", "--warmup", "1", *sizes, "--json", str(file)
+    )
+    assert done.returncode == 0, done.stderr
+    zero3, zpp = (json.loads(line) for line in file.read_text().splitlines())
+    assert 1.4 <= zero3["cross_node_M"] <= 1.55
+    assert zpp["cross_node_M"] <= min(0.40, zero3["cross_node_M"] / 3.75)
+    assert zpp["loss_last"] < 0.9 * zpp["loss_first"]
+    assert abs(zpp["loss_last"] / zero3["loss_last"] - 1) < 0.01
+
+
 def test_without_namespaces_it_says_so_and_runs_over_loopback(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     # Where no `ip` is installed there is no network to shape.
