@@ -19,7 +19,7 @@ from collectives_bench.network import INTERFACE, Link, Network, NetworkUnavailab
 from collectives_bench.report import summarise, table
 
 ROOT = Path(__file__).parent.parent
-TINY = ["--layers", "2", "--width", "128", "--heads", "4", "--steps", "12", "--warmup", "1"]
+TINY = ["--layers", "2", "--width", "128", "--heads", "4", "--steps", "12", "--warmup", "1", "--lr", "3e-3"]
 KEYS = {
     "system", "step_ms_median", "cross_node_bytes_per_step", "cross_node_M", "loss_first", "loss_last",
     "params", "nodes", "ranks_per_node", "link", "peak_rss_bytes", "torch",
