@@ -124,11 +124,11 @@ template <int CODE, Turn TURN> class TurnedSum {
         Group g = sum_.template group<PLAIN, PEERS>(i);
         if (TURN == Turn::NONE) return g;
         if (PLAIN) return hadamard(g);
-        return TURN == Turn::ROTATE ? rotate(g) : unrotate<false>(g);
+        return TURN == Turn::ROTATE ? rotate(g) : unrotate(g);
     }
     __attribute__((noinline)) Group short_group(int64_t i) const {
         Group g = sum_.template group<false, 0>(i);
-        if (TURN == Turn::UNROTATE) g = unrotate<false>(g);
+        if (TURN == Turn::UNROTATE) g = unrotate(g);
         g = first_of(g, numel_ - i);
         return TURN == Turn::ROTATE ? rotate(g) : g;
     }

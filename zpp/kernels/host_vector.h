@@ -194,9 +194,8 @@ ZPP_FN Group hadamard(Group g) {
 
 ZPP_FN Group rotate(Group g) { return hadamard({g.low * 0.03125f, g.high * 0.03125f}); }
 
-template <bool PLAIN> ZPP_FN Group unrotate(Group g) {
+ZPP_FN Group unrotate(Group g) {
     Group t = rotate(g);
-    if constexpr (PLAIN) return {t.low * 32.0f, t.high * 32.0f};
     return {unrotated(t.low), unrotated(t.high)};
 }
 
@@ -223,6 +222,8 @@ template <int CODE> ZPP_FN void write_levels(uint8_t* payload, int64_t i, vu low
 
 // ---- The largest value of a block
 
+ZPP_FN vu higher(vu a, vu b) { return a > b ? a : b; }
+
 // The highest values seen in each lane, as signed and as unsigned integers: among bits of floats the first are
 // the largest positive ones and the second the largest negative ones, with NaN > Inf > finite in both. Where all
 // have one sign both are the same.
@@ -233,20 +234,17 @@ class Extremes {
         add(bits_of(g.high));
     }
     ZPP_FN vu keys() const {
-        vu a = magnitude_key((vu)signed_), b = magnitude_key(unsigned_);
-        return a > b ? a : b;
+        return higher(magnitude_key((vu)signed_), magnitude_key(unsigned_));
     }
 
    private:
     ZPP_FN void add(vu bits) {
         signed_ = signed_ > (vi)bits ? signed_ : (vi)bits;
-        unsigned_ = unsigned_ > bits ? unsigned_ : bits;
+        unsigned_ = higher(unsigned_, bits);
     }
     vi signed_ = vi{} + INT32_MIN;
     vu unsigned_ = {};
 };
-
-ZPP_FN vu higher(vu a, vu b) { return a > b ? a : b; }
 
 // The maxima of neighbouring lanes: those of `a`, then those of `b`.
 ZPP_FN vu pairwise_higher(vu a, vu b) {

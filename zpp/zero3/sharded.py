@@ -267,18 +267,20 @@ class Sharded:
             Variable._execution_engine.queue_callback(self._end_backward)
             if self._root is not None:
                 self._root.gather(self._generation)
-            for unit in reversed(self._units[len(self._units) - min(self._prefetch, len(self._units)) :]):
-                unit.gather(self._generation)
+            self._prefetch_before(len(self._units))
             if self._root is not None:
                 self._root.wait()
 
     def _before_backward(self, unit: Unit) -> None:
         self._start_backward()
         unit.gather(self._generation)
-        here = self._units.index(unit)
-        for following in reversed(self._units[max(here - self._prefetch, 0) : here]):
-            following.gather(self._generation)
+        self._prefetch_before(self._units.index(unit))
         unit.wait()
+
+    def _prefetch_before(self, index: int) -> None:
+        """Gather the units that backward needs next: those before `index`, the nearest first."""
+        for following in reversed(self._units[max(index - self._prefetch, 0) : index]):
+            following.gather(self._generation)
 
     def _gradients_complete(self, unit: Unit) -> None:
         self._start_backward()
