@@ -1,0 +1,166 @@
+"""The CUDA kernels: the sources in cuda/, compiled by NVRTC and started through CuPy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+import torch
+
+from zpp.format import BlockFormat, Code, Noise, ValueType
+from zpp.kernels import launch, operands
+from zpp.layout import RECORD_ALIGNMENT
+
+Parts = Sequence[tuple[int, Tensor]]
+"""Tensors in place of [count, numel]: each one's values, contiguous, stand from that index on, counted through
+all chunks. Ordered; what they leave out is zero for encode and not written by decode."""
+
+Run = Callable[[launch.Launch, torch.device], None]
+
+
+class CudaKernels:
+    """`zpp.kernels.Kernels` on CUDA tensors. Kernels go to the current stream of the tensors' device.
+
+    Nothing is allocated, copied or waited for, so that the calls can be captured in a CUDA graph (after a
+    first call with the same formats, which compiles). Records must start on 16-byte boundaries.
+
+    run: starts a kernel.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    def encode(
+        self, src: Tensor, fmt: BlockFormat, out: Tensor, *, rows: int = 1, noise: Noise | None = None
+    ) -> None:
+        kind = operands.values("src", src, fmt)
+        count, numel = src.shape
+        _records("out", out, fmt, numel, count)
+        operands.table(count, rows)
+        device = _device(src=src, out=out)
+        made = launch.encode(_rows(src), kind, fmt, count, numel, rows, noise, out.data_ptr())
+        self._start(made, device)
+
+    def encode_parts(
+        self,
+        parts: Parts,
+        kind: ValueType,
+        fmt: BlockFormat,
+        out: Tensor,
+        numel: int,
+        *,
+        rows: int = 1,
+        noise: Noise | None = None,
+    ) -> None:
+        """`encode` of chunks whose values lie in several tensors, in one launch for up to 160 of them.
+
+        Raises ValueError for parts that overlap, are out of order or beyond out's chunks of `numel` values.
+        """
+        count = out.shape[0]
+        _records("out", out, fmt, numel, count)
+        operands.table(count, rows)
+        device = _device(out=out, **_named(parts))
+        segments = _segments(parts, kind, fmt)
+        for made in launch.encode_segments(segments, kind, fmt, count, numel, rows, noise, out.data_ptr()):
+            self._start(made, device)
+
+    def decode(self, records: Tensor, fmt: BlockFormat, out: Tensor, *, rows: int = 1) -> None:
+        kind = operands.values("out", out, fmt)
+        count, numel = out.shape
+        _records("records", records, fmt, numel, count)
+        operands.table(count, rows)
+        device = _device(records=records, out=out)
+        made = launch.decode(records.data_ptr(), fmt, count, numel, rows, _rows(out), kind)
+        self._start(made, device)
+
+    def decode_parts(
+        self, records: Tensor, fmt: BlockFormat, parts: Parts, kind: ValueType, numel: int, *, rows: int = 1
+    ) -> None:
+        """`decode` into several tensors, see `encode_parts`; values of no part are not written."""
+        count = records.shape[0]
+        _records("records", records, fmt, numel, count)
+        operands.table(count, rows)
+        device = _device(records=records, **_named(parts))
+        segments = _segments(parts, kind, fmt)
+        for made in launch.decode_segments(records.data_ptr(), fmt, count, numel, rows, segments, kind):
+            self._start(made, device)
+
+    def decode_reduce(self, records: Tensor, fmt: BlockFormat, out: Tensor, *, factor: float = 1.0) -> None:
+        kind = operands.values("out", out, fmt)
+        peers, (count, numel) = records.shape[0], out.shape
+        _records("records", records, fmt, numel, peers, count)
+        _summable(fmt)
+        device = _device(records=records, out=out)
+        made = launch.decode_reduce(
+            records.data_ptr(), fmt, peers, count, numel, factor, _rows(out), kind
+        )
+        self._start(made, device)
+
+    def decode_reduce_encode(
+        self,
+        records: Tensor,
+        fmt: BlockFormat,
+        out_fmt: BlockFormat,
+        out: Tensor,
+        numel: int,
+        *,
+        noise: Noise | None = None,
+    ) -> None:
+        peers, count = records.shape[0], out.shape[0]
+        _records("records", records, fmt, numel, peers, count)
+        _records("out", out, out_fmt, numel, count)
+        _summable(fmt)
+        _summable(out_fmt)
+        device = _device(records=records, out=out)
+        made = launch.decode_reduce_encode(
+            records.data_ptr(), fmt, out_fmt, peers, count, numel, noise, out.data_ptr()
+        )
+        self._start(made, device)
+
+    def _start(self, made: launch.Launch, device: torch.device) -> None:
+        if made.blocks:
+            self._run(made, device)
+
+
+def _rows(values: Tensor) -> launch.Rows:
+    return launch.Rows(values.data_ptr(), values.stride(0) if values.shape[0] > 1 else values.shape[1])
+
+
+def _named(parts: Parts) -> dict[str, Tensor]:
+    return {f"part {i}": tensor for i, (_, tensor) in enumerate(parts)}
+
+
+def _segments(parts: Parts, kind: ValueType, fmt: BlockFormat) -> list[launch.Segment]:
+    made = []
+    for start, tensor in parts:
+        if not tensor.is_contiguous():
+            raise ValueError(f"the part at {start} must be contiguous, not of strides {tensor.stride()}")
+        if operands.values(f"the part at {start}", tensor.view(1, -1), fmt) is not kind:
+            raise TypeError(f"the part at {start} is of {tensor.dtype}, not of the type {kind.name.lower()}")
+        if tensor.numel():
+            made.append(launch.Segment(start, start + tensor.numel(), tensor.data_ptr()))
+    return made
+
+
+def _records(name: str, tensor: Tensor, fmt: BlockFormat, numel: int, *leading: int) -> None:
+    operands.records(name, tensor, fmt, numel, *leading)
+    if tensor.data_ptr() % RECORD_ALIGNMENT:
+        raise ValueError(
+            f"{name} must start on a {RECORD_ALIGNMENT}-byte boundary, not {tensor.data_ptr() % RECORD_ALIGNMENT} "
+            "bytes behind one"
+        )
+
+
+def _summable(fmt: BlockFormat) -> None:
+    if fmt.code is Code.BYTE:
+        raise ValueError("bytes have no sum: decode_reduce takes no BYTE records")
+
+
+def _device(**tensors: Tensor) -> torch.device:
+    """The one device of all operands."""
+    (first, *_), devices = tensors.items(), {name: tensor.device for name, tensor in tensors.items()}
+    for name, device in devices.items():
+        if device != devices[first[0]]:
+            raise ValueError(f"{name} is on {device}, {first[0]} on {devices[first[0]]}")
+    return devices[first[0]]
