@@ -144,14 +144,13 @@ struct Segments {
     }
 };
 
-// The warp's tile from value `start` of a chunk; values that do not exist are zero.
+// The warp's tile from value `start` of a chunk; values that do not exist are zero. The stage's first use.
 template <int TYPE, class View, int SPACE> ZPP_FN Words<group_nbytes(TYPE)> load_values(
     const View& view, i64 chunk, i64 start, i64 numel, Stage<SPACE>& stage) {
     typedef typename Element<TYPE>::T T;
     constexpr int NBYTES = group_nbytes(TYPE), PER_PIECE = PIECE / sizeof(T);
     if (const T* from = view.template tile_at<T>(chunk, start, numel))
         return deal(fetch<NBYTES>((const uint4*)from, TILE), stage);
-    __syncwarp();  // the stage may still be read
 #pragma unroll 4
     for (int i = lane_index(); i < TILE; i += WARP) {
         const T* from = view.template at<T>(chunk, start + i, numel);

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import mmap
 import shlex
 import shutil
 import subprocess
@@ -23,6 +24,7 @@ from zpp.kernels.launch import Kernel, Launch
 HERE = Path(__file__).parent / "cuda_emulation"
 CUDA = Path(__file__).parent.parent / "cuda"
 FLAGS = "-std=c++17 -O1 -fPIC -shared -ffp-contract=off -fno-strict-aliasing -Wall -Wno-psabi -Wno-parentheses"
+GUARD = 0xA5
 SCHEDULES = range(3)
 """Threads in order, from the last, and shuffled."""
 
@@ -97,16 +99,27 @@ class Emulator:
             raise EmulationError(f"{made.kernel}: {reason}, block {where[0]}, thread {where[1]}")
 
 
-def guarded(shape: Sequence[int], dtype: torch.dtype, library: ctypes.CDLL, slack: int = 0) -> torch.Tensor:
-    """A tensor whose memory ends `slack` bytes before a page that nobody may touch. Never freed."""
+@dataclass
+class Guarded:
+    """A tensor whose memory ends `slack` bytes before a page that nobody may touch, and starts somewhere behind
+    another one. It is never freed."""
+
+    tensor: torch.Tensor
+    around: tuple[np.ndarray[Any, np.dtype[np.uint8]], ...]
+
+    def intact(self) -> bool:
+        return all(bool((part == GUARD).all()) for part in self.around)
+
+
+def guarded(emulator: Emulator, shape: Sequence[int], dtype: torch.dtype, slack: int = 0) -> Guarded:
+    library, _ = next(iter(emulator.functions.values()))
     library.guarded.restype, library.guarded.argtypes = ctypes.c_void_p, [ctypes.c_size_t, ctypes.c_size_t]
-    numel = int(np.prod(shape))
-    nbytes = numel * torch.empty(0, dtype=dtype).element_size()
+    nbytes = int(np.prod(shape)) * torch.empty(0, dtype=dtype).element_size()
     address = library.guarded(nbytes, slack)
-    if not nbytes:
-        return torch.empty(*shape, dtype=dtype)
-    memory = np.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), np.uint8)
-    return torch.from_numpy(memory).view(dtype).view(*shape)
+    before = address % mmap.PAGESIZE
+    memory = np.frombuffer((ctypes.c_uint8 * (before + nbytes + slack)).from_address(address - before), np.uint8)
+    tensor = torch.from_numpy(memory[before : before + nbytes]).view(dtype).view(*shape)
+    return Guarded(tensor, (memory[:before], memory[before + nbytes :]))
 
 
 QUANTIZED = [Code.INT8, Code.INT4]
