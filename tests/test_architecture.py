@@ -18,8 +18,9 @@ LAYERS = (
     ("zpp.format", "zpp.checks", "zpp.stats", "zpp.workspace"),
     ("zpp.reference",),
     # Kernels and transports, which know nothing of one another.
-    ("zpp.kernels.operands", "zpp.transport"),
-    ("zpp.kernels.host", "zpp.kernels.numpy_backend", "zpp.transport.inprocess", "zpp.transport.torch_dist"),
+    ("zpp.kernels.launch", "zpp.kernels.operands", "zpp.kernels.source", "zpp.transport"),
+    ("zpp.kernels.cuda", "zpp.kernels.host", "zpp.kernels.numpy_backend"),
+    ("zpp.transport.inprocess", "zpp.transport.torch_dist"),
     ("zpp.kernels",),
     ("zpp.kernels.exact",),
     # The collectives.

@@ -47,10 +47,13 @@ def for_device(device: torch.device, threads: int | None = None) -> Kernels:
     """The fastest kernels for tensors on `device`.
 
     threads: of the CPU kernels; ``torch.get_num_threads()`` if None. Without the compiled library the CPU
-    falls back to the NumPy reference, with a RuntimeWarning. Raises UnavailableError for other devices.
+    falls back to the NumPy reference, with a RuntimeWarning. Raises UnavailableError for a CUDA device
+    without CuPy or NVRTC or older than compute capability 7.5, and for devices of other kinds.
     """
-    from zpp.kernels import host, numpy_backend
+    from zpp.kernels import cuda, host, numpy_backend
 
+    if device.type == "cuda":
+        return cuda.for_device(device)
     if device.type != "cpu":
         raise UnavailableError(f"zpp has no kernels for {device}: move the tensors to the CPU")
     threads = torch.get_num_threads() if threads is None else threads
