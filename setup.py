@@ -1,4 +1,6 @@
-"""Builds the CPU kernels: one shared library of the same C++ compiled for several instruction sets.
+"""Ships the CUDA sources and builds the CPU kernels.
+
+Those are one shared library of the same C++ compiled for several instruction sets.
 
 The library is loaded through ctypes (zpp/kernels/host.py): it needs no Python headers, and its name holds no
 Python version. A build that fails leaves zpp installable: the NumPy reference then does the work.
@@ -18,6 +20,7 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 
 KERNELS = Path("zpp", "kernels")
 INCLUDES = ["-Icuda", f"-I{KERNELS}"]
@@ -138,6 +141,21 @@ class BuildHostKernels(build_ext):  # type: ignore[misc]
                 beside_sources.unlink(missing_ok=True)
 
 
+class BuildPython(build_py):  # type: ignore[misc]
+    """setuptools' command, and the CUDA sources: zpp/kernels/source.py looks for them in the package first.
+
+    An editable install finds them in the checkout.
+    """
+
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:
+            target = Path(self.build_lib, "zpp", "cuda")
+            target.mkdir(parents=True, exist_ok=True)
+            for path in sorted(Path("cuda").glob("*.cu*")):
+                shutil.copyfile(path, target / path.name)
+
+
 setup(
     ext_modules=[
         Extension(
@@ -146,5 +164,5 @@ setup(
             optional=True,
         )
     ],
-    cmdclass={"build_ext": BuildHostKernels},
+    cmdclass={"build_ext": BuildHostKernels, "build_py": BuildPython},
 )

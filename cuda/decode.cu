@@ -37,7 +37,7 @@ template <class View, int CODE, int TYPE, bool ROTATE> ZPP_FN void decode(const 
 }  // namespace zpp
 
 #ifdef ZPP_VIEW
-extern "C" __global__ void __launch_bounds__(zpp::THREADS, zpp::DECODE_RESIDENT)
+extern "C" __global__ void __launch_bounds__(zpp::THREADS, zpp::resident(zpp::DECODE_RESIDENT))
     zpp_decode(const __grid_constant__ zpp::Decode<zpp::ZPP_VIEW> d) {
     zpp::decode<zpp::ZPP_VIEW, ZPP_CODE, ZPP_TYPE, ZPP_ROTATE>(d);
 }

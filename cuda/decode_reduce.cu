@@ -32,7 +32,7 @@ template <int CODE, int TYPE, bool ROTATE> ZPP_FN void decode_reduce(const Decod
 }  // namespace zpp
 
 #ifdef ZPP_TYPE
-extern "C" __global__ void __launch_bounds__(zpp::THREADS, zpp::reduce_resident(ZPP_CODE))
+extern "C" __global__ void __launch_bounds__(zpp::THREADS, zpp::resident(zpp::reduce_resident(ZPP_CODE)))
     zpp_decode_reduce(const __grid_constant__ zpp::DecodeReduce d) {
     zpp::decode_reduce<ZPP_CODE, ZPP_TYPE, ZPP_ROTATE>(d);
 }

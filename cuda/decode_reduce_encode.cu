@@ -16,8 +16,11 @@ struct DecodeReduceEncode {
     zpp_u32 tiles_per_chunk;
 };
 
-// Thread blocks that a multiprocessor shall hold, which leaves 80 (96 for Philox, or peers in float32) registers to a thread.
-ZPP_FN constexpr int recode_resident(int code, bool stochastic) { return code == FLOAT32 || stochastic ? 5 : 6; }
+// Thread blocks that a multiprocessor shall hold, which leaves 80 registers to a thread; 96 for
+// Philox, for peers in float32, and for int8 in and out.
+ZPP_FN constexpr int recode_resident(int code, int out_code, bool stochastic) {
+    return code == FLOAT32 || stochastic || (code == INT8 && out_code == INT8) ? 5 : 6;
+}
 
 // A sum of rotated values that is to be rotated stays in that domain, where every value of a group counts.
 template <int CODE, bool ROTATED, int OUT_CODE, bool ROTATE, bool STOCHASTIC>
@@ -42,7 +45,7 @@ ZPP_FN void decode_reduce_encode(const DecodeReduceEncode& d) {
 }  // namespace zpp
 
 #ifdef ZPP_CODE
-extern "C" __global__ void __launch_bounds__(zpp::THREADS, zpp::recode_resident(ZPP_CODE, ZPP_STOCHASTIC))
+extern "C" __global__ void __launch_bounds__(zpp::THREADS, zpp::resident(zpp::recode_resident(ZPP_CODE, ZPP_OUT_CODE, ZPP_STOCHASTIC)))
     zpp_decode_reduce_encode(const __grid_constant__ zpp::DecodeReduceEncode d) {
     zpp::decode_reduce_encode<ZPP_CODE, ZPP_ROTATED, ZPP_OUT_CODE, ZPP_ROTATE, ZPP_STOCHASTIC>(d);
 }

@@ -16,8 +16,11 @@ template <class View> struct Encode {
     View src;
 };
 
-// Thread blocks that a multiprocessor shall hold, which leaves 64 (80 where rounds of Philox need them) registers to a thread.
-ZPP_FN constexpr int encode_resident(bool stochastic) { return stochastic ? 6 : 8; }
+// Thread blocks that a multiprocessor shall hold, which leaves 64 registers to a thread; 80 to
+// widen 16-bit values, 96 for the rounds of Philox.
+ZPP_FN constexpr int encode_resident(int code, bool stochastic) {
+    return stochastic ? 5 : code == FLOAT32 ? 6 : 8;
+}
 
 template <class View, int TYPE, int CODE, bool ROTATE, bool STOCHASTIC> ZPP_FN void encode(const Encode<View>& e) {
     __shared__ Stage<larger(group_nbytes(TYPE), group_nbytes(CODE))> stages[WARPS];
@@ -39,7 +42,7 @@ template <class View, int TYPE, int CODE, bool ROTATE, bool STOCHASTIC> ZPP_FN v
 }  // namespace zpp
 
 #ifdef ZPP_VIEW
-extern "C" __global__ void __launch_bounds__(zpp::THREADS, zpp::encode_resident(ZPP_STOCHASTIC))
+extern "C" __global__ void __launch_bounds__(zpp::THREADS, zpp::resident(zpp::encode_resident(ZPP_CODE, ZPP_STOCHASTIC)))
     zpp_encode(const __grid_constant__ zpp::Encode<zpp::ZPP_VIEW> e) {
     zpp::encode<zpp::ZPP_VIEW, ZPP_TYPE, ZPP_CODE, ZPP_ROTATE, ZPP_STOCHASTIC>(e);
 }

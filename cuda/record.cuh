@@ -103,9 +103,10 @@ template <int CODE, bool STOCHASTIC, int SPACE> ZPP_FN void write_record(
 
 // Zero what stands behind the last value: it is no value.
 ZPP_FN void cut(Group& g, i64 i, i64 numel) {
-    if (i + GROUP <= numel) return;
+    int values = (int)smaller(numel - i, GROUP);
+    if (values == GROUP) return;
 #pragma unroll
-    for (int j = 0; j < GROUP; ++j) g.x[j] = i + j < numel ? g.x[j] : 0.0f;
+    for (int j = 0; j < GROUP; ++j) g.x[j] = j < values ? g.x[j] : 0.0f;
 }
 
 // ---- Reading

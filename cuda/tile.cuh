@@ -14,6 +14,15 @@ constexpr int TILE = WARP * GROUP;             // values of a warp
 constexpr int BLOCK_TILE = WARPS * TILE;       // values of a thread block: the largest block of a format
 constexpr int PIECE = 16;                      // bytes of the widest load and store
 
+// Thread blocks to keep on a multiprocessor, for launch bounds: before Ampere it has place for half the warps.
+ZPP_FN constexpr int resident(int blocks) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+    return blocks < 4 ? blocks : 4;
+#else
+    return blocks;
+#endif
+}
+
 // Where the warp's pieces change hands.
 template <int NBYTES> struct Stage { uint4 piece[WARP * NBYTES / PIECE]; };
 

@@ -1,4 +1,4 @@
-"""The CUDA kernels on the CPU: the sources of cuda/ compiled by the host compiler with tests/cuda_emulation."""
+"""The CUDA kernels on the CPU: the sources of cuda/, compiled over tests/cuda_emulation."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ from zpp.kernels.launch import Kernel, Launch
 
 HERE = Path(__file__).parent / "cuda_emulation"
 CUDA = Path(__file__).parent.parent / "cuda"
-FLAGS = "-std=c++17 -O1 -fPIC -shared -ffp-contract=off -fno-strict-aliasing -Wall -Wno-psabi -Wno-parentheses"
+FLAGS = (
+    "-std=c++17 -O1 -fPIC -shared -ffp-contract=off -fno-strict-aliasing -Wall -Wno-psabi -Wno-parentheses"
+)
 GUARD = 0xA5
 SCHEDULES = range(3)
 """Threads in order, from the last, and shuffled."""
@@ -74,7 +76,9 @@ def build(kernels: Iterable[Kernel], folder: Path, sources: Path = CUDA, units: 
         includes = [f"-I{HERE}", f"-I{sources}"]
         commands.append([program, *shlex.split(FLAGS), *includes, *inputs, "-o", str(folder / f"{name}.so")])
     with ThreadPoolExecutor() as pool:
-        for done in pool.map(lambda command: subprocess.run(command, capture_output=True, text=True), commands):
+        for done in pool.map(
+            lambda command: subprocess.run(command, capture_output=True, text=True), commands
+        ):
             assert not done.returncode, done.stderr
     libraries = [ctypes.CDLL(str(folder / f"{name}.so")) for name in texts]
     return Emulator({kernel: (libraries[n % units], f"kernel_{n}") for n, kernel in numbered})
@@ -95,14 +99,18 @@ class Emulator:
         result = library.emulate(function, made.blocks, arguments, self.schedule, where)
         self.launches += 1
         if result:
-            reason = {1: "its threads wait for different things", 2: "memory out of bounds"}.get(result, "no stacks")
+            reason = {1: "its threads wait for different things", 2: "memory out of bounds"}.get(
+                result, "no stacks"
+            )
             raise EmulationError(f"{made.kernel}: {reason}, block {where[0]}, thread {where[1]}")
 
 
 @dataclass
 class Guarded:
-    """A tensor whose memory ends `slack` bytes before a page that nobody may touch, and starts somewhere behind
-    another one. It is never freed."""
+    """A tensor whose memory ends `slack` bytes before a page that nobody may touch. It is never freed.
+
+    around: what else lies between that page and the one in front, which nobody may touch either.
+    """
 
     tensor: torch.Tensor
     around: tuple[np.ndarray[Any, np.dtype[np.uint8]], ...]
@@ -117,7 +125,9 @@ def guarded(emulator: Emulator, shape: Sequence[int], dtype: torch.dtype, slack:
     nbytes = int(np.prod(shape)) * torch.empty(0, dtype=dtype).element_size()
     address = library.guarded(nbytes, slack)
     before = address % mmap.PAGESIZE
-    memory = np.frombuffer((ctypes.c_uint8 * (before + nbytes + slack)).from_address(address - before), np.uint8)
+    memory = np.frombuffer(
+        (ctypes.c_uint8 * (before + nbytes + slack)).from_address(address - before), np.uint8
+    )
     tensor = torch.from_numpy(memory[before : before + nbytes]).view(dtype).view(*shape)
     return Guarded(tensor, (memory[:before], memory[before + nbytes :]))
 

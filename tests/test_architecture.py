@@ -19,6 +19,7 @@ LAYERS = (
     ("zpp.reference",),
     # Kernels and transports, which know nothing of one another.
     ("zpp.kernels.launch", "zpp.kernels.operands", "zpp.kernels.source", "zpp.transport"),
+    ("zpp.kernels.nvrtc",),
     ("zpp.kernels.cuda", "zpp.kernels.host", "zpp.kernels.numpy_backend"),
     ("zpp.transport.inprocess", "zpp.transport.torch_dist"),
     ("zpp.kernels",),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import emulation
@@ -67,7 +66,9 @@ def test_encode_and_decode(check: Checked, fmt: BlockFormat, dtype: torch.dtype)
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)
-@pytest.mark.parametrize(("peers", "numel"), [(3, 0), (3, 1), (1, 33), (3, 33), (9, 33), (5, 4097), (2, 8192)])
+@pytest.mark.parametrize(
+    ("peers", "numel"), [(3, 0), (3, 1), (1, 33), (3, 33), (9, 33), (5, 4097), (2, 8192)]
+)
 def test_decode_reduce(check: Checked, fmt: BlockFormat, peers: int, numel: int) -> None:
     for source, records in enumerate(peer_records(fmt, numel, peers)):
         for dtype, factor in zip(DTYPES, (1 / 3, 3.5, -1.0), strict=True):

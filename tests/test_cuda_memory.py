@@ -1,4 +1,4 @@
-"""Which memory the CUDA kernels touch: rows at any stride and alignment, the ends of buffers, parts of tensors."""
+"""Which memory the CUDA kernels touch: any stride and alignment, ends of buffers, parts of tensors."""
 
 from __future__ import annotations
 

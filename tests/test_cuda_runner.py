@@ -1,4 +1,4 @@
-"""How kernels are compiled, kept and started: with a stand-in for CuPy, and with its NVRTC where it is installed."""
+"""How kernels are compiled, kept and started: with a stand-in for CuPy, and with CuPy's NVRTC."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ import pytest
 import torch
 
 from zpp.errors import UnavailableError
-from zpp.format import BlockFormat, Code
+from zpp.format import BlockFormat, Code, ValueType
 from zpp.kernels import for_device, launch
-from zpp.kernels.cuda import CudaKernels, CupyRunner, architecture, shared_runner
+from zpp.kernels.cuda import CudaKernels, CupyRunner, shared_runner
+from zpp.kernels.nvrtc import architecture, compiled
 
 INT8, INT4 = BlockFormat(Code.INT8, block=512), BlockFormat(Code.INT4, block=128, rotate=True)
-MADE = launch.decode(4096, INT8, 3, 5000, 1, launch.Rows(8192, 5000), launch.ValueType.BFLOAT16)
-OTHER = launch.decode(4096, INT4, 3, 5000, 1, launch.Rows(8192, 5000), launch.ValueType.BFLOAT16)
+MADE = launch.decode(4096, INT8, 3, 5000, 1, launch.Rows(8192, 5000), ValueType.BFLOAT16)
+OTHER = launch.decode(4096, INT4, 3, 5000, 1, launch.Rows(8192, 5000), ValueType.BFLOAT16)
 
 
 class FakeCupy(SimpleNamespace):
@@ -174,9 +175,9 @@ def test_the_communicator_gets_cuda_kernels(cupy: FakeCupy) -> None:
 
 
 def test_cupys_own_nvrtc_compiles_the_kernels(tmp_path: Path) -> None:
-    pytest.importorskip("cupy", reason="CuPy is not installed")
-    path = CupyRunner(tmp_path).compiled(MADE.kernel, 90)
+    nvrtc = pytest.importorskip("cupy", reason="CuPy is not installed").cuda.nvrtc
+    path = compiled(nvrtc, MADE.kernel, 90, tmp_path)
     assert path.read_bytes().startswith(b"\x7fELF")
     assert b"zpp_decode" in path.read_bytes()
-    newer = CupyRunner(tmp_path).compiled(MADE.kernel, 999)
+    newer = compiled(nvrtc, MADE.kernel, 999, tmp_path)
     assert b".entry zpp_decode" in newer.read_bytes()

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,25 @@ def test_the_source_distribution_holds_every_source(checkout: Path, tmp_path: Pa
     assert {"LICENSE", "setup.cfg", "setup.py", "pyproject.toml"} <= held
     assert not [name for name in held if name.endswith(".so")]
     assert f"Version: {zpp.__version__}" in metadata
+
+
+def test_a_wheel_brings_the_cuda_sources_and_a_checkout_has_them(checkout: Path, tmp_path: Path) -> None:
+    code = "import sys, setuptools.build_meta as backend; backend.build_wheel(sys.argv[1])"
+    built = shutil.copytree(checkout, tmp_path / "built")
+    _python("-c", code, str(tmp_path), cwd=built, CXX="/nonexistent/c++")
+    (wheel,) = tmp_path.glob("zpp-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "installed")
+    look = """
+from zpp.kernels import source
+assert '#include "' not in source.text("encode.cu")
+print(source.folder())
+"""
+    for place, folder in ((tmp_path / "installed", "zpp/cuda"), (checkout, "cuda")):
+        done = _python("-c", look, cwd=tmp_path, PYTHONPATH=str(place))
+        assert Path(done.stdout.strip()) == place / folder
+        names = {path.name for path in (ROOT / "cuda").iterdir()}
+        assert {path.name for path in (place / folder).iterdir()} == names
 
 
 def test_without_a_compiler_the_build_succeeds_and_says_what_is_missing(

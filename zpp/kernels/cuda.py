@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import os
-import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,20 +16,17 @@ from torch import Tensor
 
 from zpp.errors import UnavailableError
 from zpp.format import BlockFormat, Code, Noise, ValueType
-from zpp.kernels import launch, operands, source
+from zpp.kernels import launch, nvrtc, operands
 from zpp.layout import RECORD_ALIGNMENT
 
 Parts = Sequence[tuple[int, Tensor]]
-"""Tensors in place of [count, numel]: each one's values, contiguous, stand from that index on, counted through
-all chunks. Ordered; what they leave out is zero for encode and not written by decode."""
+"""Tensors in place of [count, numel]: each one's values, contiguous, stand from that index on, counted
+through all chunks. Ordered; what they leave out is zero for encode and not written by decode."""
 
 Run = Callable[[launch.Launch, torch.device], None]
 
 OLDEST = 75
 """The compute capability, times ten, of the oldest devices that the kernels are made for."""
-
-OPTIONS = ("--std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true")
-"""Results must be the reference's bits: nothing is contracted, flushed to zero or approximated."""
 
 
 class CudaKernels:
@@ -108,9 +102,7 @@ class CudaKernels:
         _records("records", records, fmt, numel, peers, count)
         _summable(fmt)
         device = _device(records=records, out=out)
-        made = launch.decode_reduce(
-            records.data_ptr(), fmt, peers, count, numel, factor, _rows(out), kind
-        )
+        made = launch.decode_reduce(records.data_ptr(), fmt, peers, count, numel, factor, _rows(out), kind)
         self._start(made, device)
 
     def decode_reduce_encode(
@@ -161,10 +153,9 @@ def _segments(parts: Parts, kind: ValueType, fmt: BlockFormat) -> list[launch.Se
 
 def _records(name: str, tensor: Tensor, fmt: BlockFormat, numel: int, *leading: int) -> None:
     operands.records(name, tensor, fmt, numel, *leading)
-    if tensor.data_ptr() % RECORD_ALIGNMENT:
+    if behind := tensor.data_ptr() % RECORD_ALIGNMENT:
         raise ValueError(
-            f"{name} must start on a {RECORD_ALIGNMENT}-byte boundary, not {tensor.data_ptr() % RECORD_ALIGNMENT} "
-            "bytes behind one"
+            f"{name} must start on a {RECORD_ALIGNMENT}-byte boundary, not {behind} bytes behind one"
         )
 
 
@@ -193,8 +184,9 @@ class _Stream:
 
 
 class CupyRunner:
-    """Starts kernels through CuPy on torch's current stream. Compiles each once for a device, and keeps it there
-    and in a file under `cache`.
+    """Starts kernels through CuPy on torch's current stream, each compiled once for a device.
+
+    What NVRTC makes is kept in `cache`, for other processes too.
 
     NVRTC is called here and not by ``cupy.RawModule(code=...)``, which adds ``-ftz=true`` to all options.
     Any number of threads may start kernels; the first to need one compiles it while the others wait.
@@ -211,7 +203,8 @@ class CupyRunner:
         function = self._functions.get((index, made.kernel)) or self._load(index, made.kernel)
         cuda, stream = self._cupy.cuda, _Stream(torch.cuda.current_stream(index).cuda_stream)
         # An array of one item is passed by value: the whole structure.
-        arguments = np.frombuffer(made.arguments, np.dtype((np.void, ctypes.sizeof(made.arguments))))
+        structure = np.dtype((np.void, ctypes.sizeof(made.arguments)))
+        arguments = np.frombuffer(memoryview(made.arguments), structure)
         with cuda.Device(index), cuda.Stream.from_external(stream):
             function((made.blocks,), (launch.THREADS,), (arguments,))
 
@@ -219,21 +212,11 @@ class CupyRunner:
         with self._lock:
             if (index, kernel) not in self._functions:
                 major, minor = torch.cuda.get_device_capability(index)
-                path = self.compiled(kernel, 10 * major + minor)
+                path = nvrtc.compiled(self._cupy.cuda.nvrtc, kernel, 10 * major + minor, self._cache)
                 with self._cupy.cuda.Device(index):
                     function = self._cupy.RawModule(path=str(path)).get_function(kernel.name)
                 self._functions[index, kernel] = function
             return self._functions[index, kernel]
-
-    def compiled(self, kernel: launch.Kernel, capability: int) -> Path:
-        """The file that holds `kernel` for devices of that capability; compiles it if it is not there."""
-        nvrtc, text = self._cupy.cuda.nvrtc, source.text(kernel.source)
-        options = (architecture(capability, nvrtc.getSupportedArchs()), *OPTIONS, *macros(kernel))
-        key = "\0".join([text, *options, str(nvrtc.getVersion())])
-        path = self._cache / f"{kernel.name}-{hashlib.sha256(key.encode()).hexdigest()[:32]}.cubin"
-        if not path.exists():
-            _write(path, _compile(nvrtc, text, kernel.source, options))
-        return path
 
 
 @lru_cache(maxsize=1)
@@ -243,7 +226,7 @@ def shared_runner() -> CupyRunner:
 
 
 def for_device(device: torch.device) -> CudaKernels:
-    """The kernels for a CUDA device; raises UnavailableError where it, CuPy or NVRTC is missing or too old."""
+    """The kernels for a CUDA device; UnavailableError where it, CuPy or NVRTC is missing or too old."""
     if not torch.cuda.is_available():
         raise UnavailableError(f"zpp has no kernels for {device}: torch finds no CUDA device")
     major, minor = torch.cuda.get_device_capability(device)
@@ -257,13 +240,13 @@ def import_cupy() -> Any:
         import cupy
     except ImportError as error:
         raise UnavailableError(
-            "the CUDA kernels need CuPy: install zpp with the extra cuda12 or cuda13, whichever is the driver's"
+            "the CUDA kernels need CuPy: install zpp with the extra cuda12 or cuda13, as the driver is"
         ) from error
     try:
         cupy.cuda.nvrtc.getVersion()
     except Exception as error:  # what CuPy raises where it finds no library depends on its version
         raise UnavailableError(
-            "the CUDA kernels need NVRTC: install nvidia-cuda-nvrtc (CUDA 13) or nvidia-cuda-nvrtc-cu12 (CUDA 12)"
+            "the CUDA kernels need NVRTC: install nvidia-cuda-nvrtc (nvidia-cuda-nvrtc-cu12 for CUDA 12)"
         ) from error
     return cupy
 
@@ -273,38 +256,3 @@ def check_capability(device: torch.device, capability: int) -> None:
         raise UnavailableError(
             f"{device} has compute capability {capability / 10}: zpp's kernels need {OLDEST / 10} or later"
         )
-
-
-def architecture(capability: int, supported: Sequence[int]) -> str:
-    """NVRTC's option: the device's own code, or for a device that NVRTC does not know, what its driver translates."""
-    if capability in supported:
-        return f"--gpu-architecture=sm_{capability}"
-    older = [arch for arch in supported if arch < capability]
-    if not older:
-        raise UnavailableError(f"NVRTC makes no code for compute capability {capability / 10}: install another one")
-    return f"--gpu-architecture=compute_{max(older)}"
-
-
-def macros(kernel: launch.Kernel) -> tuple[str, ...]:
-    return tuple(f"-D{name}={value}" for name, value in kernel.macros)
-
-
-def _compile(nvrtc: Any, text: str, name: str, options: tuple[str, ...]) -> bytes:
-    program = nvrtc.createProgram(text, name, (), ())
-    try:
-        nvrtc.compileProgram(program, options)
-        own = any("=sm_" in option for option in options)
-        made: bytes = nvrtc.getCUBIN(program) if own else nvrtc.getPTX(program)
-    except nvrtc.NVRTCError as error:
-        raise UnavailableError(f"{name} does not compile:\n{nvrtc.getProgramLog(program)}") from error
-    finally:
-        nvrtc.destroyProgram(program)
-    return made
-
-
-def _write(path: Path, data: bytes) -> None:
-    """In one step, so that another process finds all of it or nothing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-        file.write(data)
-    os.replace(file.name, path)

@@ -113,7 +113,10 @@ class Launch:
 
 
 def _kernel(operation: str, **macros: str | int | bool) -> Kernel:
-    words = ((f"ZPP_{name}", str(value).lower() if value is True or value is False else str(value)) for name, value in macros.items())
+    words = (
+        (f"ZPP_{name}", str(value).lower() if value is True or value is False else str(value))
+        for name, value in macros.items()
+    )
     return Kernel(f"{operation}.cu", f"zpp_{operation}", tuple(words))
 
 
@@ -135,7 +138,7 @@ def tiles(count: int, numel: int) -> int:
     blocks = count * ceil_div(numel, BLOCK_TILE)
     if blocks > MOST_BLOCKS:
         raise ValueError(
-            f"{count} chunks of {numel} values are more than one launch takes: {MOST_BLOCKS} tiles of {BLOCK_TILE}"
+            f"{count} chunks of {numel} values are more than a launch takes: {MOST_BLOCKS} x {BLOCK_TILE}"
         )
     return blocks
 
@@ -150,7 +153,7 @@ def segment_spans(segments: Sequence[Segment], count: int, numel: int) -> Iterat
     for segment in segments:
         if not end <= segment.start <= segment.stop <= count * numel:
             raise ValueError(
-                f"segment [{segment.start}, {segment.stop}) does not lie between {end}, where the one before it "
+                f"segment [{segment.start}, {segment.stop}) does not lie between {end}, where the one before "
                 f"ends, and {count * numel}, the values of {count} chunks of {numel}"
             )
         end = segment.stop
@@ -165,14 +168,23 @@ def segment_spans(segments: Sequence[Segment], count: int, numel: int) -> Iterat
             chunk, i = divmod(starts[here + MAX_SEGMENTS], numel)
             last = chunk * per_chunk + i // BLOCK_TILE
         if last == first:
-            raise ValueError(f"more than {MAX_SEGMENTS} segments lie in the {BLOCK_TILE} values of tile {first}")
+            raise ValueError(
+                f"more than {MAX_SEGMENTS} segments lie in the {BLOCK_TILE} values of tile {first}"
+            )
         chosen = segments[here : here + MAX_SEGMENTS]
         yield first, last, Segments(len(chosen), (Segment * MAX_SEGMENTS)(*chosen))
         first = last
 
 
 def encode(
-    src: Rows, kind: ValueType, fmt: BlockFormat, count: int, numel: int, rows: int, noise: Noise | None, out: int
+    src: Rows,
+    kind: ValueType,
+    fmt: BlockFormat,
+    count: int,
+    numel: int,
+    rows: int,
+    noise: Noise | None,
+    out: int,
 ) -> Launch:
     kernel = _encode_kernel("Rows", kind, fmt)
     table = rows, count // rows, ceil_div(numel, BLOCK_TILE), 0
