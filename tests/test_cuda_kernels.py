@@ -27,6 +27,9 @@ FORMATS = [
     BlockFormat(Code.INT4, block=256, scale=ScaleType.FLOAT32, rounding=Rounding.STOCHASTIC),
     BlockFormat(Code.INT4, block=4096),
 ]
+READ = [fmt for fmt in FORMATS if fmt.rounding is Rounding.NEAREST and fmt.block != 2048 or not fmt.quantized]
+"""One for each way in which records are read, and a few more: how they were rounded does not show."""
+
 
 
 class Checked:
@@ -76,10 +79,11 @@ def test_decode_reduce(check: Checked, fmt: BlockFormat, peers: int, numel: int)
             check(case, out, "decode_reduce", records, fmt, factor=factor)
 
 
-@pytest.mark.parametrize("out_fmt", FORMATS, ids=str)  # the inner loop: `peer_records` keeps one format's
-@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+# The inner loop is that over out_fmt: `peer_records` keeps the last formats' records.
+@pytest.mark.parametrize("out_fmt", FORMATS, ids=str)
+@pytest.mark.parametrize("fmt", READ, ids=str)
 def test_decode_reduce_encode(check: Checked, fmt: BlockFormat, out_fmt: BlockFormat) -> None:
-    for peers, numel in [(3, 0), (3, 1), (5, 33), (2, 4097)]:
+    for peers, numel in [(3, 0), (5, 33), (2, 4097)]:
         cases = list(enumerate(peer_records(fmt, numel, peers)))
         for source, records in cases if numel < 4096 else cases[-4:]:
             case, out = f"{peers} x {numel} values of source {source}", empty_records(out_fmt, numel, 4)

@@ -17,22 +17,52 @@ namespace {
 constexpr size_t STACK = 256 << 10;
 
 struct Fiber {
-    ucontext_t context;
+    ucontext_t context;  // where it starts
+    jmp_buf state;       // where it goes on
+    bool started;
     Wait waits;
     bool done;
     int exchanges;
 };
 
 Fiber fibers[THREADS];
-ucontext_t scheduler;
+jmp_buf scheduler;
 unsigned lanes[THREADS / WARP][2][WARP];
 void (*kernel)(const void*);
 const void* kernel_arguments;
 sigjmp_buf outside;
 
+// Not swapcontext, which asks the system for the signal mask each time.
+void back_to_scheduler() {
+    if (!_setjmp(fibers[thread_index.x].state)) _longjmp(scheduler, 1);
+}
+
+void go_on(Fiber& f) {
+    if (_setjmp(scheduler)) return;
+    if (f.started) _longjmp(f.state, 1);
+    f.started = true;
+    setcontext(&f.context);
+}
+
+// A fiber lives for all thread blocks.
 void body() {
-    kernel(kernel_arguments);
-    fibers[thread_index.x].done = true;
+    for (;;) {
+        kernel(kernel_arguments);
+        fibers[thread_index.x].done = true;
+        back_to_scheduler();
+    }
+}
+
+void make_fibers(char* stacks) {
+    for (int t = 0; t < THREADS; ++t) {
+        Fiber& f = fibers[t];
+        f.started = false;
+        getcontext(&f.context);
+        f.context.uc_stack.ss_sp = stacks + t * STACK;
+        f.context.uc_stack.ss_size = STACK;
+        f.context.uc_link = nullptr;
+        makecontext(&f.context, body, 0);
+    }
 }
 
 // Release the threads [first, last) if all of them wait for the same; false if they never will.
@@ -63,16 +93,8 @@ void reorder(int (&order)[THREADS], int schedule, uint32_t& random) {
     }
 }
 
-bool run_block(char* stacks, int schedule, uint32_t& random) {
-    for (int t = 0; t < THREADS; ++t) {
-        Fiber& f = fibers[t];
-        f.waits = NOTHING, f.done = false, f.exchanges = 0;
-        getcontext(&f.context);
-        f.context.uc_stack.ss_sp = stacks + t * STACK;
-        f.context.uc_stack.ss_size = STACK;
-        f.context.uc_link = &scheduler;
-        makecontext(&f.context, body, 0);
-    }
+bool run_block(int schedule, uint32_t& random) {
+    for (Fiber& f : fibers) f.waits = NOTHING, f.done = false, f.exchanges = 0;
     int order[THREADS];
     for (int left = THREADS; left;) {
         reorder(order, schedule, random);
@@ -80,7 +102,7 @@ bool run_block(char* stacks, int schedule, uint32_t& random) {
         for (int t : order) {
             if (!fibers[t].done && fibers[t].waits == NOTHING) {
                 thread_index.x = t;
-                swapcontext(&scheduler, &fibers[t].context);
+                go_on(fibers[t]);
             }
             left += !fibers[t].done;
         }
@@ -94,9 +116,8 @@ void out_of_bounds(int) { siglongjmp(outside, 1); }  // the current thread did i
 }  // namespace
 
 void wait_for_others(Wait why) {
-    Fiber& me = fibers[thread_index.x];
-    me.waits = why;
-    swapcontext(&me.context, &scheduler);
+    fibers[thread_index.x].waits = why;
+    back_to_scheduler();
 }
 
 unsigned* shown() {
@@ -118,6 +139,7 @@ int emulate(void (*function)(const void*), unsigned blocks, const void* argument
         void* made = mmap(nullptr, THREADS * STACK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
         if (made == MAP_FAILED) return 3;
         stacks = (char*)made;
+        make_fibers(stacks);
     }
     static char signal_stack[64 << 10];
     stack_t alternate{}, old_stack;
@@ -134,8 +156,9 @@ int emulate(void (*function)(const void*), unsigned blocks, const void* argument
     } else {
         uint32_t random = 12345;
         for (block_index.x = 0; block_index.x < blocks && !result; ++block_index.x)
-            if (!run_block(stacks, schedule, random)) result = 1;
+            if (!run_block(schedule, random)) result = 1;
     }
+    if (result) make_fibers(stacks);  // they hang where they were
     where[0] = block_index.x, where[1] = thread_index.x;
     sigaction(SIGSEGV, &old_segv, nullptr);
     sigaction(SIGBUS, &old_bus, nullptr);
