@@ -52,8 +52,8 @@ template <int CODE, bool STOCHASTIC> ZPP_FN zpp_u32 four_levels(
     const Group& g, int j, float inverse, const Noise& noise, i64 k, i64 i) {
     zpp_u32 random[4], level[4];
     if (STOCHASTIC) {
-        zpp_u64 first = ((zpp_u64)k * noise.pitch + noise.offset) / 4 + (zpp_u64)i / 4;
-        philox(first + j / 4, noise.stream, noise.seed, random);
+        zpp_u64 element = (zpp_u64)k * noise.pitch + noise.offset + (zpp_u64)i;
+        philox(element / 4 + j / 4, noise.stream, noise.seed, random);
     }
 #pragma unroll
     for (int n = 0; n < 4; ++n) {

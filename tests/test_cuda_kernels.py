@@ -120,7 +120,7 @@ def test_noise_beyond_the_last_element(check: Checked) -> None:
     """Elements are counted modulo 2**64."""
     fmt = BlockFormat(Code.INT8, block=64, rounding=Rounding.STOCHASTIC)
     noise = Noise(seed=2**64 - 1, stream=2**64 - 1, offset=2**64 - 64, pitch=2**63)
-    check("the end", empty_records(fmt, 32, 4), "encode", torch.randn(4, 32), fmt, noise=noise)
+    check("the end", empty_records(fmt, 128, 4), "encode", torch.randn(4, 128), fmt, noise=noise)
 
 
 @pytest.mark.parametrize("numel", [0, 99, 4096 * 3])

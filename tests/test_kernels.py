@@ -240,6 +240,14 @@ def test_flush_to_zero_mode_of_the_caller_changes_nothing() -> None:
         assert decoded.min() > 0, name
 
 
+@needs_the_library
+def test_noise_beyond_the_last_element() -> None:
+    """Elements are counted modulo 2**64, also inside a chunk."""
+    fmt = BlockFormat(Code.INT8, block=64, rounding=Rounding.STOCHASTIC)
+    noise = Noise(seed=2**64 - 1, stream=2**64 - 1, offset=2**64 - 64, pitch=2**63)
+    compare("the end", empty_records(fmt, 128, 4), "encode", torch.randn(4, 128), fmt, noise=noise)
+
+
 @pytest.mark.parametrize("made", [REFERENCE, *HOST.values()], ids=["reference", *HOST])
 def test_bytes_travel_verbatim(made: HostKernels | ReferenceKernels) -> None:
     fmt, src = BlockFormat(Code.BYTE), torch.arange(4 * 99, dtype=torch.int64).to(torch.uint8).view(4, 99)

@@ -121,6 +121,7 @@ def uniform(numel: int, chunk: int, noise: Noise) -> Float32:
     """One number in [0, 1) for each value of a chunk, with 24 random bits."""
     first = (chunk * noise.pitch + noise.offset) % 2**64
     counters = np.arange(ceil_div(numel, 4), dtype=np.uint64) + np.uint64(first // 4)
+    counters &= np.uint64(2**62 - 1)  # elements are counted modulo 2**64, also inside a chunk
     words = philox(counters, noise).reshape(-1)[:numel]
     return (words >> np.uint32(8)).astype(np.float32) * np.float32(2.0**-24)
 
