@@ -19,11 +19,13 @@ from zpp.errors import UnavailableError
 from zpp.format import BlockFormat, Code, ValueType
 from zpp.kernels import for_device, launch
 from zpp.kernels.cuda import CudaKernels, CupyRunner, shared_runner
-from zpp.kernels.nvrtc import architecture, compiled
+from zpp.kernels.nvrtc import architecture, compiled, completed
 
 INT8, INT4 = BlockFormat(Code.INT8, block=512), BlockFormat(Code.INT4, block=128, rotate=True)
 MADE = launch.decode(4096, INT8, 3, 5000, 1, launch.Rows(8192, 5000), ValueType.BFLOAT16)
 OTHER = launch.decode(4096, INT4, 3, 5000, 1, launch.Rows(8192, 5000), ValueType.BFLOAT16)
+
+CUBIN = b"\x7fELF".ljust(64, b"\0")
 
 
 class FakeCupy(SimpleNamespace):
@@ -52,7 +54,7 @@ class FakeCupy(SimpleNamespace):
             getSupportedArchs=lambda: (75, 80, 90),
             createProgram=create,
             compileProgram=compile_program,
-            getCUBIN=lambda program: b"cubin",
+            getCUBIN=lambda program: CUBIN,
             getPTX=lambda program: b"ptx",
             getProgramLog=lambda program: "line 1: error",
             destroyProgram=lambda program: None,
@@ -100,7 +102,7 @@ def test_a_kernel_goes_to_the_current_stream_of_its_device(cupy: FakeCupy, tmp_p
     run = CupyRunner(tmp_path)
     run(MADE, torch.device("cuda", 1))
     run(MADE, torch.device("cuda"))
-    started = (6,), (launch.THREADS,), bytes(MADE.arguments), b"cubin"
+    started = (6,), (launch.THREADS,), bytes(MADE.arguments), CUBIN
     assert cupy.launched == [(1, 101, "zpp_decode", started), (0, 100, "zpp_decode", started)]
     assert len(bytes(MADE.arguments)) == ctypes.sizeof(launch.DecodeRows)
 
@@ -177,7 +179,9 @@ def test_the_communicator_gets_cuda_kernels(cupy: FakeCupy) -> None:
 def test_cupys_own_nvrtc_compiles_the_kernels(tmp_path: Path) -> None:
     nvrtc = pytest.importorskip("cupy", reason="CuPy is not installed").cuda.nvrtc
     path = compiled(nvrtc, MADE.kernel, 90, tmp_path)
-    assert path.read_bytes().startswith(b"\x7fELF")
-    assert b"zpp_decode" in path.read_bytes()
+    made = path.read_bytes()
+    assert made.startswith(b"\x7fELF")
+    assert b"zpp_decode" in made
+    assert made == completed(made) == completed(made[:-1]), "the file ends where its headers say"
     newer = compiled(nvrtc, MADE.kernel, 999, tmp_path)
     assert b".entry zpp_decode" in newer.read_bytes()

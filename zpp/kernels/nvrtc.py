@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import struct
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -52,12 +53,23 @@ def _compile(nvrtc: Any, text: str, name: str, options: tuple[str, ...]) -> byte
     try:
         nvrtc.compileProgram(program, options)
         own = any("=sm_" in option for option in options)
-        made: bytes = nvrtc.getCUBIN(program) if own else nvrtc.getPTX(program)
+        made: bytes = completed(nvrtc.getCUBIN(program)) if own else nvrtc.getPTX(program)
     except nvrtc.NVRTCError as error:
         raise UnavailableError(f"{name} does not compile:\n{nvrtc.getProgramLog(program)}") from error
     finally:
         nvrtc.destroyProgram(program)
     return made
+
+
+def completed(elf: bytes) -> bytes:
+    """The whole of an ELF file from what CuPy gives: it takes the last byte for the zero that ends a text.
+
+    That byte is the highest one of an alignment, and zero too; a driver that reads a file misses it.
+    """
+    programs, sections = struct.unpack_from("<QQ", elf, 32)
+    program_nbytes, program_count, section_nbytes, section_count = struct.unpack_from("<4H", elf, 54)
+    end = max(programs + program_nbytes * program_count, sections + section_nbytes * section_count)
+    return elf.ljust(end, b"\0")
 
 
 def _write(path: Path, data: bytes) -> None:
