@@ -37,14 +37,26 @@ ZPP_FN zpp_u32 highest_of_block(zpp_u32 key, int block_shift, zpp_u32 (&of_warps
         int warps = (1 << block_shift) / TILE, first = warp_index() & ~(warps - 1);
         if (lane_index() == 0) of_warps[warp_index()] = key;
         __syncthreads();
-        for (int w = first; w < first + warps; ++w) key = of_warps[w] > key ? of_warps[w] : key;
+#pragma unroll
+        for (int w = 0; w < WARPS; ++w)
+            if ((w & ~(warps - 1)) == first && of_warps[w] > key) key = of_warps[w];
     }
     return key;
 }
 
-// The bits of a value's key for the search of the largest: int8 does not ask for the sign.
-template <int CODE> ZPP_FN zpp_u32 key_of(float x) {
-    return CODE == INT8 ? bits_of(x) << 1 : magnitude_key(bits_of(x));
+// The largest key of a group. As signed numbers the bits of the largest positive value win, as unsigned ones
+// those of the most negative one: two comparisons a value, where a key for each would have to be made.
+ZPP_FN zpp_u32 highest_of_group(const Group& g) {
+    int positive = 0;
+    zpp_u32 negative = 0;
+#pragma unroll
+    for (int j = 0; j < GROUP; ++j) {
+        zpp_u32 b = bits_of(g.x[j]);
+        positive = (int)b > positive ? (int)b : positive;
+        negative = b > negative ? b : negative;
+    }
+    zpp_u32 a = magnitude_key((zpp_u32)positive), b = magnitude_key(negative);
+    return a > b ? a : b;
 }
 
 // Levels j to j + 3 of a group of which value i of chunk k is the first.
@@ -81,13 +93,7 @@ template <int CODE, bool STOCHASTIC, int SPACE> ZPP_FN void write_record(
     if constexpr (!quantized(CODE)) {
         store_pieces(words_of<CODE, false>(g), payload, existing, stage);
     } else {
-        zpp_u32 key = 0;
-#pragma unroll
-        for (int j = 0; j < GROUP; ++j) {
-            zpp_u32 other = key_of<CODE>(g.x[j]);
-            key = other > key ? other : key;
-        }
-        key = highest_of_block(key, r.block_shift, of_warps);
+        zpp_u32 key = highest_of_block(highest_of_group(g), r.block_shift, of_warps);
         float scale = block_scale(key, CODE, r.scale_type);
         unsigned char* stored = record + r.payload_nbytes + (i >> r.block_shift) * scale_nbytes(r);
         if (i < r.numel && (i & ((1 << r.block_shift) - 1)) == 0) {

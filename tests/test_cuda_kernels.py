@@ -27,9 +27,8 @@ FORMATS = [
     BlockFormat(Code.INT4, block=256, scale=ScaleType.FLOAT32, rounding=Rounding.STOCHASTIC),
     BlockFormat(Code.INT4, block=4096),
 ]
-READ = [fmt for fmt in FORMATS if fmt.rounding is Rounding.NEAREST and fmt.block != 2048 or not fmt.quantized]
-"""One for each way in which records are read, and a few more: how they were rounded does not show."""
-
+READ = [fmt for fmt in FORMATS if fmt.rounding is Rounding.NEAREST]
+"""How a record was rounded does not show in it."""
 
 
 class Checked:
