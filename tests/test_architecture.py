@@ -30,7 +30,7 @@ LAYERS = (
     ("zpp.all_reduce",),
     ("zpp.communicator",),
     # What is built on the collectives.
-    ("zpp.zero3.unit",),
+    ("zpp.zero3.heap", "zpp.zero3.unit"),
     ("zpp.zero3.gradients",),
     ("zpp.zero3.sharded",),
     ("zpp.zero3",),

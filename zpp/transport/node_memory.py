@@ -241,7 +241,7 @@ class NodeMemory:
         return self._opened[-1]
 
     def settle(self) -> None:
-        """All have connected: close our copies of the ends that they write to, so that theirs are the last."""
+        """All have connected: close our copies of the ends that they write to; theirs are the last."""
         for _, peer in self._each():
             os.close(peer.notices.writer)
             os.close(peer.receipts.writer)
