@@ -12,7 +12,7 @@ _INT_MAX = 2**31 - 1
 def keep_freed_memory(largest: int) -> None:
     """Have malloc keep freed blocks of up to `largest` bytes, for this process and from now on.
 
-    Otherwise glibc may return each freed unit to the system, which hands the next one out page by page, zeroed
+    Otherwise glibc may return each freed unit to the system, which hands the next out page by page, zeroed
     again: for large units that takes longer than to decode them. Other C libraries are left as they are.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
