@@ -17,7 +17,10 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class Case:
-    """One system, trained for `warmup + steps` steps; `batch` sequences per rank and step."""
+    """One system, trained for `warmup + steps` steps; `batch` sequences per rank and step.
+
+    After every `turn` timed steps but the last ones it pauses, and other systems have their turn.
+    """
 
     system: str
     nodes: int
@@ -29,6 +32,12 @@ class Case:
     text: str | None
     seed: int
     lr: float
+    turn: int
+
+    @property
+    def turns(self) -> int:
+        """How often it has its turn; the first one begins with the warm-up."""
+        return -(-self.steps // self.turn)
 
     @property
     def world(self) -> int:
@@ -38,10 +47,10 @@ class Case:
 
 @dataclass(frozen=True)
 class Place:
-    """Where one rank runs: its process, its network and the two files it inherited.
+    """Where one rank runs: its process, its network and the files it inherited.
 
     `namespace` is a process whose network namespace to join, or None for the caller's own network.
-    Rank 0 serves the rendezvous, on `listen_fd` where that is given.
+    Rank 0 serves the rendezvous, on `listen_fd` where that is given. A byte from `turn_fd` begins a turn.
     """
 
     rank: int
@@ -52,6 +61,7 @@ class Place:
     port: int
     listen_fd: int | None
     report_fd: int
+    turn_fd: int
 
 
 @dataclass(frozen=True)

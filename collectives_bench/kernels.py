@@ -66,16 +66,16 @@ def cases(kernels: Kernels, numel: int) -> Iterator[Case]:
             nbytes = values.nbytes + record.nbytes
             yield Case("encode", *kind, nbytes, _bind(kernels.encode, values, fmt, record))
             yield Case("decode", *kind, nbytes, _bind(kernels.decode, record, fmt, out))
-            records = record.repeat(PEERS, 1, 1)
-            nbytes = records.nbytes + out.nbytes
+            records = [record.clone() for _ in range(PEERS)]
+            nbytes = PEERS * record.nbytes + out.nbytes
             yield Case("decode_reduce", *kind, nbytes, _bind(kernels.decode_reduce, records, fmt, out))
     for fmt, out_fmt in ((INT8_512, INT4_ROTATED), (INT4, INT4), (INT8, INT8)):
         record = torch.zeros(1, fmt.record_nbytes(numel), dtype=torch.uint8)
         kernels.encode(torch.randn(1, numel), fmt, record)
-        records = record.repeat(PEERS, 1, 1)
+        records = [record.clone() for _ in range(PEERS)]
         made = torch.zeros(1, out_fmt.record_nbytes(numel), dtype=torch.uint8)
         call = _bind(kernels.decode_reduce_encode, records, fmt, out_fmt, made, numel)
-        kind, nbytes = (f"{fmt} -> {out_fmt}", "float32"), records.nbytes + made.nbytes
+        kind, nbytes = (f"{fmt} -> {out_fmt}", "float32"), PEERS * record.nbytes + made.nbytes
         yield Case("decode_reduce_encode", *kind, nbytes, call)
 
 

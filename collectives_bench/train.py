@@ -1,7 +1,7 @@
 """`python -m collectives_bench train`: step time, cross-node bytes and loss of each way to train.
 
-A byte-level GPT is trained on real text over `nodes * ranks-per-node` processes, by one system after the
-other, from the same weights on the same data. With `--link` every node is a network namespace and its
+A byte-level GPT is trained on real text over `nodes * ranks-per-node` processes, by the systems in turns of a
+few steps, from the same weights on the same data. With `--link` every node is a network namespace and its
 link is shaped; the bytes are then those that its interface sent.
 """
 
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import IO
 
 from collectives_bench import launch, text
-from collectives_bench.case import Case, ModelShape
+from collectives_bench.case import Case, ModelShape, RankResult
 from collectives_bench.network import MAX_NODES, Link, Network, NetworkUnavailableError
 from collectives_bench.report import Row, summarise, table
 from collectives_bench.systems import SYSTEMS
@@ -66,6 +66,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "none (default): all ranks on loopback, unshaped")  # fmt: skip
     add("--steps", type=positive, default=40, help="timed steps (default %(default)s)")
     add("--warmup", type=_at_least(0), default=5, help="steps before the clock (default %(default)s)")
+    add("--turn", type=positive, default=5, help="timed steps of a system before the next one has its turn; "
+        "with --steps or more, each ends before the next starts (default %(default)s)")  # fmt: skip
     add("--batch", type=positive, default=1, help="sequences per rank and step (default %(default)s)")
     add("--context", type=positive, default=64, help="bytes per sequence (default %(default)s)")
     add("--layers", type=positive, default=6, help="transformer blocks (default %(default)s)")
@@ -127,35 +129,32 @@ def _network(args: argparse.Namespace, stack: contextlib.ExitStack) -> Network |
         return None
 
 
+def _case(args: argparse.Namespace, system: str) -> Case:
+    return Case(
+        system=system,
+        nodes=args.nodes,
+        ranks_per_node=args.ranks_per_node,
+        steps=args.steps,
+        warmup=args.warmup,
+        batch=args.batch,
+        shape=ModelShape(args.context, args.layers, args.width, args.heads),
+        text=args.text,
+        seed=args.seed,
+        lr=args.lr,
+        turn=args.turn,
+    )
+
+
 def _measure(args: argparse.Namespace, network: Network | None, json_file: IO[str] | None) -> int:
     link = "none" if network is None else args.link
-    shape = ModelShape(args.context, args.layers, args.width, args.heads)
+    cases = [_case(args, system) for system in args.systems]
+    results, failed = _take_turns(cases, network)
     rows: list[Row] = []
-    failed: list[str] = []
-    for system in args.systems:
-        case = Case(
-            system=system,
-            nodes=args.nodes,
-            ranks_per_node=args.ranks_per_node,
-            steps=args.steps,
-            warmup=args.warmup,
-            batch=args.batch,
-            shape=shape,
-            text=args.text,
-            seed=args.seed,
-            lr=args.lr,
-        )
-        try:
-            results, output = launch.run(case, network, _progress(case))
-        except launch.RankFailedError as error:
-            _clear_progress()
-            print(f"{system}: {error}", file=sys.stderr)
-            failed.append(system)
-            continue
-        _clear_progress()
+    for case in (case for case in cases if case.system in results):
+        ranks, output = results[case.system]
         if output:
-            print(f"{system}: rank 0 wrote\n{output}", file=sys.stderr)
-        rows.append(summarise(case, results, link))
+            print(f"{case.system}: rank 0 wrote\n{output}", file=sys.stderr)
+        rows.append(summarise(case, ranks, link))
         if json_file is not None:
             print(rows[-1].json_line(), file=json_file, flush=True)
     if rows:
@@ -164,6 +163,36 @@ def _measure(args: argparse.Namespace, network: Network | None, json_file: IO[st
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)
     return 1 if failed else 0
+
+
+def _take_turns(
+    cases: list[Case], network: Network | None
+) -> tuple[dict[str, tuple[list[RankResult], str]], list[str]]:
+    """Run all cases, a turn of each after the other; what each measured, and the systems that failed.
+
+    One works while the others pause, so that a slow spell of the machine meets them all alike.
+    """
+    results: dict[str, tuple[list[RankResult], str]] = {}
+    failed: list[str] = []
+    with contextlib.ExitStack() as stack:
+        worlds: dict[str, launch.World] = {}
+        for turn in range(cases[0].turns):
+            for i, case in enumerate(case for case in cases if case.system not in failed):
+                try:
+                    if turn == 0:
+                        worlds[case.system] = stack.enter_context(launch.World(case, network, i))
+                    world = worlds[case.system]
+                    world.run_turn(_progress(case))
+                    if turn == case.turns - 1:
+                        results[case.system] = world.results()
+                except launch.RankFailedError as error:
+                    _clear_progress()
+                    print(f"{case.system}: {error}", file=sys.stderr)
+                    failed.append(case.system)
+                _clear_progress()
+                if case.system in results or case.system in failed:
+                    worlds[case.system].close()
+    return results, failed
 
 
 def _title(args: argparse.Namespace, link: str, row: Row) -> str:

@@ -36,20 +36,37 @@ def join(case: Case, place: Place) -> None:
     dist.init_process_group("gloo", store=store, rank=place.rank, world_size=case.world, timeout=TIMEOUT)
 
 
-def train(case: Case, place: Place, progress: Callable[[int], None]) -> RankResult:
-    """Train on this rank; `progress` is told the number of finished steps, off the clock."""
+class _Meter:
+    """Adds up what this rank's node sends to other nodes during its turns."""
+
+    def __init__(self, counter: SentBytes | None) -> None:
+        self._counter = counter
+        self.sent: int | None = None if counter is None else 0
+
+    def start(self) -> None:
+        self._before = _read_between_steps(self._counter)
+
+    def stop(self) -> None:
+        now = _read_between_steps(self._counter)
+        if self.sent is not None and now is not None and self._before is not None:
+            self.sent += now - self._before
+
+
+def train(
+    case: Case, place: Place, progress: Callable[[int], None], pause: Callable[[int], None]
+) -> RankResult:
+    """Train on this rank. `progress` is told of finished steps, `pause` of finished turns, off the clock."""
     torch.manual_seed(case.seed)  # the same weights on every rank
     model = GPT(case.shape)
     params = sum(parameter.numel() for parameter in model.parameters())
     sent = SYSTEMS[case.system].apply(model, Context(case.ranks_per_node))
-    counter = _counter(case, place, sent)
+    meter = _Meter(_counter(case, place, sent))
     optimizer = torch.optim.AdamW(model.parameters(), lr=case.lr, betas=(0.9, 0.95), fused=True)
     rise = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=1 / RISE, total_iters=RISE)
     data = text.load(case.text)
 
     step_ms: list[float] = []
     losses: list[float] = []
-    sent_before: int | None = None
     for step in range(case.warmup + case.steps):
         inputs, targets = text.batch(
             data,
@@ -59,8 +76,12 @@ def train(case: Case, place: Place, progress: Callable[[int], None]) -> RankResu
             batch_size=case.batch,
             context=case.shape.context,
         )
-        if step == case.warmup:
-            sent_before = _read_between_steps(counter)
+        turn, place_in_turn = divmod(step - case.warmup, case.turn)
+        if turn >= 0 and place_in_turn == 0:
+            if turn > 0:
+                meter.stop()
+                pause(turn)
+            meter.start()
         start = time.perf_counter()
         optimizer.zero_grad(set_to_none=True)
         logits = model(inputs)
@@ -73,9 +94,8 @@ def train(case: Case, place: Place, progress: Callable[[int], None]) -> RankResu
         losses.append(loss.item())
         rise.step()
         progress(step + 1)
-    sent_after = _read_between_steps(counter)
-    crossed = None if sent_before is None or sent_after is None else sent_after - sent_before
-    return RankResult(step_ms, losses, crossed, params, linux.peak_rss_bytes(), torch.__version__)
+    meter.stop()
+    return RankResult(step_ms, losses, meter.sent, params, linux.peak_rss_bytes(), torch.__version__)
 
 
 def _counter(case: Case, place: Place, sent: SentBytes | None) -> SentBytes | None:

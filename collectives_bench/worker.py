@@ -1,8 +1,8 @@
 """One rank: `python -m collectives_bench.worker JSON`, started by `launch.py`.
 
-It appends JSON lines to the file it inherited: {"step": n} from rank 0, and at the end {"result": {...}} or
-{"failed_at": seconds}. Nothing is imported that starts threads before the namespace is joined: a process
-with threads may not enter a user namespace.
+It appends JSON lines to the file it inherited: {"step": n} from rank 0, {"paused": n} after the n-th turn,
+and at the end {"result": {...}} or {"failed_at": seconds}. Nothing is imported that starts threads before
+the namespace is joined: a process with threads may not enter a user namespace.
 """
 
 from __future__ import annotations
@@ -42,8 +42,13 @@ def _run(case: Case, place: Place) -> None:
         if place.rank == 0:
             _append(place.report_fd, {"step": step})
 
+    def pause(turn: int) -> None:
+        _append(place.report_fd, {"paused": turn})
+        if not os.read(place.turn_fd, 1):
+            raise EOFError("the launcher has ended")
+
     join(case, place)
-    result = train(case, place, progress)
+    result = train(case, place, progress, pause)
     dist.barrier()  # nobody leaves while others may still want something
     dist.destroy_process_group()
     _append(place.report_fd, {"result": asdict(result)})

@@ -29,7 +29,7 @@ template <class View, int CODE, int TYPE, bool ROTATE> ZPP_FN void decode(const 
         store_values<TYPE>(deal(pieces, stage), d.out, place.chunk, place.start, d.record.numel, stage);
     } else {
         Group g;
-        bool plain = sum_records<CODE>(d.record, record, 0, 1, place.start, g, stage);
+        bool plain = sum_records<CODE>(d.record, Alone{{record}}, 0, place.start, g, stage);
         write_values<TYPE, ROTATE>(g, plain, 1.0f, d.out, place, d.record.numel, stage);
     }
 }

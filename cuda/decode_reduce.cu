@@ -8,12 +8,10 @@ namespace zpp {
 
 struct DecodeReduce {
     Record record;
-    const unsigned char* records;
-    i64 peer_nbytes;  // from one peer's records to the next one's
-    int peers;
     float factor;
     zpp_u32 tiles_per_chunk;
     Rows out;
+    Peers peers;
 };
 
 // Thread blocks that a multiprocessor shall hold, which leaves 80 (96 for peers in float32) registers to a thread.
@@ -23,9 +21,8 @@ template <int CODE, int TYPE, bool ROTATE> ZPP_FN void decode_reduce(const Decod
     __shared__ Stage<larger(group_nbytes(TYPE), group_nbytes(CODE))> stages[WARPS];
     auto& stage = stages[warp_index()];
     Place place = place_of(blockIdx.x, d.tiles_per_chunk);
-    const unsigned char* records = d.records + place.chunk * d.record.nbytes;
     Group g;
-    bool plain = sum_records<CODE>(d.record, records, d.peer_nbytes, d.peers, place.start, g, stage);
+    bool plain = sum_records<CODE>(d.record, d.peers, place.chunk * d.record.nbytes, place.start, g, stage);
     write_values<TYPE, ROTATE>(g, plain, d.factor, d.out, place, d.record.numel, stage);
 }
 

@@ -9,11 +9,9 @@ namespace zpp {
 struct DecodeReduceEncode {
     Record record, out_record;
     Noise noise;
-    const unsigned char* records;
     unsigned char* out;
-    i64 peer_nbytes;  // from one peer's records to the next one's
-    int peers;
     zpp_u32 tiles_per_chunk;
+    Peers peers;
 };
 
 // Thread blocks that a multiprocessor shall hold, which leaves 80 registers to a thread; 96 for
@@ -29,9 +27,8 @@ ZPP_FN void decode_reduce_encode(const DecodeReduceEncode& d) {
     __shared__ zpp_u32 of_warps[WARPS];
     auto& stage = stages[warp_index()];
     Place place = place_of(blockIdx.x, d.tiles_per_chunk);
-    const unsigned char* records = d.records + place.chunk * d.record.nbytes;
     Group g;
-    bool plain = sum_records<CODE>(d.record, records, d.peer_nbytes, d.peers, place.start, g, stage);
+    bool plain = sum_records<CODE>(d.record, d.peers, place.chunk * d.record.nbytes, place.start, g, stage);
     if (ROTATED && !ROTATE) {
         if (plain) unrotate<true>(g);
         else unrotate<false>(g);

@@ -132,21 +132,35 @@ template <int CODE, bool PLAIN> ZPP_FN void add_levels(Group& total, const Group
                            : finite_sum(total.x[j], dequantized(levels.x[j], scale));
 }
 
-// The sum of one chunk's records, one of each peer, `step` bytes apart, in order, in the format's own domain.
+constexpr int MAX_PEERS = 256;
+
+// The records of every peer whose values are summed, in order.
+struct Peers {
+    i64 count;
+    const unsigned char* records[MAX_PEERS];
+};
+
+// One record alone.
+struct Alone {
+    static constexpr i64 count = 1;
+    const unsigned char* records[1];
+};
+
+// The sum of the records that stand `offset` bytes into each peer's, in order, in the format's own domain.
 // Returns whether the sums of the whole warp are plain. Several peers' pieces are on their way at a time.
-template <int CODE, int SPACE> ZPP_FN bool sum_records(
-    const Record& r, const unsigned char* records, i64 step, int peers, i64 start, Group& total, Stage<SPACE>& stage) {
+template <int CODE, class Records, int SPACE> ZPP_FN bool sum_records(
+    const Record& r, const Records& peers, i64 offset, i64 start, Group& total, Stage<SPACE>& stage) {
     constexpr int NBYTES = group_nbytes(CODE), AT_ONCE = larger(1, 64 / NBYTES);
     i64 existing = pieces_from<CODE>(r, start), i = start + lane_index() * GROUP;
     bool plain = quantized(CODE);
     for_each(total, [](float) { return -0.0f; });  // plus x it is x, whatever the sign of a zero
-    for (int first = 0; first < peers; first += AT_ONCE) {
+    for (int first = 0; first < (int)peers.count; first += AT_ONCE) {
         Pieces<NBYTES> pieces[AT_ONCE];
         float scales[AT_ONCE];
 #pragma unroll
         for (int p = 0; p < AT_ONCE; ++p) {
-            const unsigned char* record = records + (first + p) * step;
-            bool there = first + p < peers;
+            bool there = first + p < (int)peers.count;
+            const unsigned char* record = peers.records[there ? first + p : 0] + offset;
             pieces[p] = fetch<NBYTES>((const uint4*)payload_at<CODE>(record, start), there ? existing : 0);
             scales[p] = quantized(CODE) && there ? load_scale(r, record, i) : 0.0f;
             if (quantized(CODE)) plain = plain && is_plain(scales[p]);
@@ -154,7 +168,7 @@ template <int CODE, int SPACE> ZPP_FN bool sum_records(
         if (quantized(CODE)) plain = __all_sync(0xFFFFFFFFu, plain);
 #pragma unroll
         for (int p = 0; p < AT_ONCE; ++p) {
-            if (first + p >= peers) break;
+            if (first + p >= (int)peers.count) break;
             auto words = deal(pieces[p], stage);
             if constexpr (!quantized(CODE)) {
                 Group next = values_of<CODE>(words);

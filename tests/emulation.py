@@ -155,9 +155,9 @@ def every_kernel() -> Iterator[Kernel]:
         yield launch.decode(0, fmt, 1, 1, 1, rows, kind).kernel
         yield next(launch.decode_segments(0, fmt, 1, 1, 1, segment, kind)).kernel
         if kind is not ValueType.BYTE:
-            yield launch.decode_reduce(0, fmt, 1, 1, 1, 1.0, rows, kind).kernel
+            yield launch.decode_reduce([0], fmt, 1, 1, 1.0, rows, kind).kernel
     for fmt, out_fmt in itertools.product(formats(), formats()):
-        yield launch.decode_reduce_encode(0, fmt, out_fmt, 1, 1, 1, NO_NOISE, 0).kernel
+        yield launch.decode_reduce_encode([0], fmt, out_fmt, 1, 1, NO_NOISE, 0).kernel
 
 
 def distinct(kernels: Iterable[Any]) -> list[Any]:

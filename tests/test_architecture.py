@@ -19,18 +19,19 @@ LAYERS = (
     ("zpp.reference",),
     # Kernels and transports, which know nothing of one another.
     ("zpp.kernels.launch", "zpp.kernels.operands", "zpp.kernels.source", "zpp.transport"),
-    ("zpp.kernels.nvrtc",),
+    ("zpp.kernels.nvrtc", "zpp.transport.node_memory"),
     ("zpp.kernels.cuda", "zpp.kernels.host", "zpp.kernels.numpy_backend"),
     ("zpp.transport.inprocess", "zpp.transport.torch_dist"),
     ("zpp.kernels",),
     ("zpp.kernels.exact",),
     # The collectives.
-    ("zpp.engine", "zpp.secondary", "zpp.work"),
+    ("zpp.crossing", "zpp.secondary", "zpp.work"),
+    ("zpp.engine",),
     ("zpp.all_gather", "zpp.reduce_scatter"),
     ("zpp.all_reduce",),
     ("zpp.communicator",),
     # What is built on the collectives.
-    ("zpp.zero3.unit",),
+    ("zpp.zero3.heap", "zpp.zero3.unit"),
     ("zpp.zero3.gradients",),
     ("zpp.zero3.sharded",),
     ("zpp.zero3",),
@@ -49,7 +50,7 @@ LAYER = {module: i for i, row in enumerate(LAYERS) for module in row}
 ONLY_IN = {"cupy": "zpp.kernels.cuda", "mpi4py": "zpp.transport.mpi"}
 """Optional dependencies, each behind the one module that may import it."""
 
-COLLECTIVES = LAYER["zpp.engine"]
+COLLECTIVES = LAYER["zpp.work"]
 """From this layer up, and in the transport over it, modules may speak to torch.distributed."""
 
 MOST_LINES = 350

@@ -215,7 +215,7 @@ def test_no_process_outlives_a_killed_benchmark(
 
 def _case(system: str) -> Case:
     shape = ModelShape(context=64, layers=1, width=8, heads=1)
-    return Case(system, 2, 2, steps=3, warmup=1, batch=1, shape=shape, text=None, seed=0, lr=1e-3)
+    return Case(system, 2, 2, steps=3, warmup=1, batch=1, shape=shape, text=None, seed=0, lr=1e-3, turn=2)
 
 
 def _results(scale: float) -> list[RankResult]:

@@ -30,14 +30,15 @@ def wrong(emulator: Emulator) -> list[str]:
     sums, recoded = torch.empty(1, NUMEL), empty_records(FMT, NUMEL, 1)
     for src, record in zip(peers, want, strict=True):
         reference.encode(src, FMT, record)
-    reference.decode_reduce(want, FMT, sums)
-    reference.decode_reduce_encode(want, FMT, FMT, recoded, NUMEL)
+    reference.decode_reduce(want.unbind(), FMT, sums)
+    reference.decode_reduce_encode(want.unbind(), FMT, FMT, recoded, NUMEL)
     out = guarded(emulator, (1, NUMEL), torch.float32)
     src = guarded(emulator, (1, NUMEL), torch.float32)
     record = guarded(emulator, (1, FMT.record_nbytes(NUMEL)), torch.uint8)
     source = guarded(emulator, (3, 1, FMT.record_nbytes(NUMEL)), torch.uint8)
     src.tensor.copy_(peers[0])
     source.tensor.copy_(want)
+    received = source.tensor.unbind()
     for emulator.schedule in emulation.SCHEDULES:
         for operation in ("encode", "decode_reduce", "decode_reduce_encode"):
             record.tensor.fill_(emulation.GUARD)
@@ -47,10 +48,10 @@ def wrong(emulator: Emulator) -> list[str]:
                     kernels.encode(src.tensor, FMT, record.tensor, noise=NOISE)
                     equal = torch.equal(record.tensor, want[0])
                 elif operation == "decode_reduce":
-                    kernels.decode_reduce(source.tensor, FMT, out.tensor)
+                    kernels.decode_reduce(received, FMT, out.tensor)
                     equal = torch.equal(out.tensor, sums)
                 else:
-                    kernels.decode_reduce_encode(source.tensor, FMT, FMT, record.tensor, NUMEL)
+                    kernels.decode_reduce_encode(received, FMT, FMT, record.tensor, NUMEL)
                     equal = torch.equal(record.tensor, recoded)
             except EmulationError as error:
                 found.append(f"{operation}: {error}")

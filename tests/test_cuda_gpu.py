@@ -58,7 +58,7 @@ def test_encode_and_decode(kernels: Kernels, fmt: BlockFormat, dtype: torch.dtyp
 @pytest.mark.parametrize(("peers", "numel"), [(3, 1), (9, 33), (5, 4097), (2, 65536)])
 def test_sums(kernels: Kernels, fmt: BlockFormat, peers: int, numel: int) -> None:
     for records in peer_records(fmt, numel, peers):
-        there = records.to(DEVICE)
+        there = [peer.to(DEVICE) for peer in records]
         for dtype in DTYPES:
             want = torch.empty(4, numel, dtype=dtype)
             REFERENCE.decode_reduce(records, fmt, want, factor=1 / 3)

@@ -96,7 +96,7 @@ def test_what_stands_behind_the_last_value_of_a_record_is_no_value(
 ) -> None:
     """Encoders write zeros there; a record from elsewhere may hold anything."""
     numel = 33
-    records = empty_records(fmt, numel, 2, 1)
+    records = empty_records(fmt, numel, 2, 1).unbind()
     for record in records:
         REFERENCE.encode(torch.ones(1, numel), fmt, record, noise=NOISE)
         if fmt.quantized:
@@ -112,7 +112,7 @@ def test_many_short_chunks(check: Checked, fmt: BlockFormat) -> None:
     record = empty_records(fmt, 33, 420)
     check("6 rows", record, "encode", src, fmt, rows=6, noise=NOISE)
     check("6 rows", torch.empty(420, 33), "decode", record, fmt, rows=6)
-    check("2 peers", torch.empty(210, 33), "decode_reduce", record.view(2, 210, -1), fmt, factor=0.5)
+    check("2 peers", torch.empty(210, 33), "decode_reduce", record.view(2, 210, -1).unbind(), fmt, factor=0.5)
 
 
 def test_noise_beyond_the_last_element(check: Checked) -> None:
@@ -145,5 +145,5 @@ def test_wrong_operands_are_refused_before_anything_is_started(emulator: Emulato
     with pytest.raises(ValueError, match="needs a Noise"):
         made.encode(src, BlockFormat(Code.INT8, rounding=Rounding.STOCHASTIC), out)
     with pytest.raises(ValueError, match="bytes have no sum"):
-        made.decode_reduce(out[None], BlockFormat(Code.BYTE), torch.zeros(4, 80, dtype=torch.uint8))
+        made.decode_reduce([out], BlockFormat(Code.BYTE), torch.zeros(4, 80, dtype=torch.uint8))
     assert emulator.launches == before

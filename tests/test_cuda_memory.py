@@ -49,8 +49,8 @@ def test_rows_at_any_stride(
                 REFERENCE.decode(record, fmt, plain)
                 kernels.decode(record, fmt, table[:, columns])
             else:
-                REFERENCE.decode_reduce(record[None], fmt, plain, factor=factor)
-                kernels.decode_reduce(record[None], fmt, table[:, columns], factor=factor)
+                REFERENCE.decode_reduce([record], fmt, plain, factor=factor)
+                kernels.decode_reduce([record], fmt, table[:, columns], factor=factor)
             assert same(table[:, columns], plain)
             table[:, columns] = 0
             assert not around.any()
@@ -71,8 +71,8 @@ def test_nothing_is_touched_beyond_the_ends(
         src.tensor.copy_(values)
         kernels.encode(src.tensor, fmt, records.tensor[:, 0], noise=NOISE)
         kernels.decode(records.tensor[:, 0], fmt, out.tensor)
-        kernels.decode_reduce(records.tensor, fmt, out.tensor[:1])
-        kernels.decode_reduce_encode(records.tensor, fmt, fmt, record.tensor, numel, noise=NOISE)
+        kernels.decode_reduce(records.tensor.unbind(), fmt, out.tensor[:1])
+        kernels.decode_reduce_encode(records.tensor.unbind(), fmt, fmt, record.tensor, numel, noise=NOISE)
         assert all(buffer.intact() for buffer in (src, out, records, record))
 
 

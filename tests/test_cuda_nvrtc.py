@@ -58,11 +58,11 @@ def decode_segments(fmt: BlockFormat, kind: ValueType) -> Kernel:
 
 
 def decode_reduce(fmt: BlockFormat, kind: ValueType) -> Kernel:
-    return launch.decode_reduce(0, fmt, 1, 1, 1, 1.0, ROWS, kind).kernel
+    return launch.decode_reduce([0], fmt, 1, 1, 1.0, ROWS, kind).kernel
 
 
 def recode(fmt: BlockFormat, out_fmt: BlockFormat) -> Kernel:
-    return launch.decode_reduce_encode(0, fmt, out_fmt, 1, 1, 1, NOISE, 0).kernel
+    return launch.decode_reduce_encode([0], fmt, out_fmt, 1, 1, NOISE, 0).kernel
 
 
 def check(result: tuple[object, ...], program: object = None) -> tuple[object, ...]:

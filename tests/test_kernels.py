@@ -101,11 +101,11 @@ def mixed_sources(numel: int, peers: int) -> list[list[torch.Tensor]]:
 
 
 @lru_cache(maxsize=8)
-def peer_records(fmt: BlockFormat, numel: int, peers: int) -> list[torch.Tensor]:
-    """Records [peers, 4, record_nbytes] of each of the mixed sources."""
+def peer_records(fmt: BlockFormat, numel: int, peers: int) -> list[tuple[torch.Tensor, ...]]:
+    """Each peer's records [4, record_nbytes], for each of the mixed sources."""
     made = []
     for case in mixed_sources(numel, peers):
-        made.append(empty_records(fmt, numel, peers, 4))
+        made.append(empty_records(fmt, numel, peers, 4).unbind())
         for src, record in zip(case, made[-1], strict=True):
             REFERENCE.encode(src, fmt, record, noise=NOISE)
     return made
@@ -191,7 +191,7 @@ def test_many_short_chunks(fmt: BlockFormat) -> None:
     src = sources(33 * 105, torch.float32)[0].view(420, 33)
     record = compare("6 rows", empty_records(fmt, 33, 420), "encode", src, fmt, rows=6, noise=NOISE)
     compare("6 rows", torch.empty(420, 33), "decode", record, fmt, rows=6)
-    records = record.view(2, 210, -1)
+    records = record.view(2, 210, -1).unbind()
     compare("2 peers", torch.empty(210, 33), "decode_reduce", records, fmt, factor=0.5)
     for out_fmt in (FORMATS[2], FORMATS[4], FORMATS[9]):
         case, out = f"2 peers to {out_fmt}", empty_records(out_fmt, 33, 210)
@@ -208,7 +208,7 @@ def test_strided_and_unaligned(fmt: BlockFormat, dtype: torch.dtype) -> None:
     plain = torch.empty(4, 497, dtype=dtype)
     REFERENCE.decode(record, fmt, plain)
     reduced = torch.empty(4, 497, dtype=dtype)
-    REFERENCE.decode_reduce(record[None], fmt, reduced, factor=0.5)
+    REFERENCE.decode_reduce([record], fmt, reduced, factor=0.5)
     for name, kernels in HOST.items():
         around = torch.zeros(4 * 1003 + 1, dtype=dtype)
         table = around[1:].view(4, 1003)
@@ -216,7 +216,7 @@ def test_strided_and_unaligned(fmt: BlockFormat, dtype: torch.dtype) -> None:
             if want is plain:
                 kernels.decode(record, fmt, table[:, 3:500])
             else:
-                kernels.decode_reduce(record[None], fmt, table[:, 3:500], factor=0.5)
+                kernels.decode_reduce([record], fmt, table[:, 3:500], factor=0.5)
             assert same(table[:, 3:500], want), name
             assert not around[0], name
             assert not table[:, 500:].any(), name
@@ -287,7 +287,7 @@ def test_what_stands_behind_the_last_value_of_a_record_is_no_value(
 ) -> None:
     """Encoders write zeros there; a record from elsewhere may hold anything."""
     numel = 33
-    records = empty_records(fmt, numel, 2, 1)
+    records = empty_records(fmt, numel, 2, 1).unbind()
     for record in records:
         REFERENCE.encode(torch.ones(1, numel), fmt, record, noise=NOISE)
         if fmt.quantized:

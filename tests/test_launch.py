@@ -59,6 +59,16 @@ def test_arguments_say_what_the_caller_said() -> None:
     assert (arguments.noise.offset, arguments.noise.pitch) == (32, 64)
 
 
+def test_more_peers_than_a_launch_takes_are_refused() -> None:
+    fmt = BlockFormat(Code.INT8)
+    made = launch.decode_reduce(range(launch.MAX_PEERS), fmt, 1, 5, 1.0, ROWS, ValueType.FLOAT32)
+    assert isinstance(made.arguments, launch.DecodeReduce)
+    assert made.arguments.peers.count == launch.MAX_PEERS
+    assert list(made.arguments.peers.records)[1:] == list(range(1, launch.MAX_PEERS))
+    with pytest.raises(ValueError, match="records of 257 peers are more than a launch sums: 256"):
+        launch.decode_reduce(range(257), fmt, 1, 5, 1.0, ROWS, ValueType.FLOAT32)
+
+
 @st.composite
 def segmented(draw: st.DrawFn) -> tuple[list[Segment], int, int]:
     """Chunks and segments in them, more than one launch takes, at most 100 in a tile."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from typing import Any
+from unittest import mock
 
 import expected
 import pytest
@@ -35,6 +38,19 @@ class GlooTest(MultiProcContinuousTest):
     def test_collectives_equal_the_reference(self) -> None:
         for per_node in (1, 2, 4):
             zp = self.communicator(ranks_per_node=per_node, span=4 * 4096)
+            linux = sys.platform == "linux"
+            self.assertEqual(zp._engine.transport.reads_in_place(Axis.INTRA), linux and per_node > 1)
+            self.check_collectives(zp, per_node)
+
+    def test_collectives_where_memory_cannot_be_shared(self) -> None:
+        with mock.patch("zpp.transport.node_memory.join", return_value=None):
+            zp = self.communicator(span=4 * 4096)
+        self.assertFalse(zp._engine.transport.reads_in_place(Axis.INTRA))
+        self.check_collectives(zp, 2)
+
+    def check_collectives(self, zp: zpp.Communicator, per_node: int) -> None:
+        """Against the reference; closes the communicator."""
+        with contextlib.closing(zp):
             formats = zp.formats
             for numel in (0, 7, 4097, 1009 * 64):
                 shards = [values(rank, numel) for rank in range(4)]
@@ -48,7 +64,6 @@ class GlooTest(MultiProcContinuousTest):
                 pair = (formats.gradients_intra, formats.gradients_inter)
                 want = expected.reduce_scatter(fulls, per_node, pair, torch.float32, 0.25)[self.rank]
                 self.assertTrue(torch.equal(expected.bits(part), expected.bits(want)))
-            zp.close()
 
     def test_works_in_any_order_and_two_communicators(self) -> None:
         a, b = self.communicator(), self.communicator(formats=Formats.zeropp())

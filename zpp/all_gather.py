@@ -16,12 +16,12 @@ from dataclasses import dataclass
 import torch
 
 from zpp import checks
+from zpp.crossing import Crossing
 from zpp.engine import VALUE_TYPES, Engine
 from zpp.format import BlockFormat, Code, ValueType
 from zpp.layout import spans
-from zpp.secondary import SecondaryPartition
+from zpp.secondary import KeptRecords, SecondaryPartition
 from zpp.topology import Axis
-from zpp.transport import Pending
 from zpp.work import Work
 
 
@@ -49,58 +49,66 @@ class _Job:
     full: torch.Tensor
     shard: torch.Tensor | None
     offset: int
-    kept: torch.Tensor | None = None
+    kept: KeptRecords | None = None
 
     def __post_init__(self) -> None:
         self.engine, self.fmt = self.call.engine, self.call.fmt
         self.numel = self.full.shape[1]
         self.record_nbytes = self.fmt.record_nbytes(self.numel)
         self.logical = self.numel * self.call.wire.itemsize
-        self.pending: Pending | None = None
-        self.encoded: torch.Tensor | None = None
+        self.after = list(self.call.after)
+        self.crossing: Crossing | None = None
 
     def submit(self) -> Future[None]:
-        return self.engine.gathers.submit((self.encode_and_cross_nodes, self.gather_inside_node, self.decode))
+        kept = self.kept
+        if kept is not None and kept.job is not None:
+            self.after.append(kept.job)
+        stages = self.encode_and_cross_nodes, self.gather_inside_node, self.decode
+        future = self.engine.gathers.submit(stages)
+        if kept is not None:
+            kept.job = future
+        return future
 
     def encode_and_cross_nodes(self) -> None:
-        for earlier in self.call.after:
+        for earlier in self.after:
             earlier.result()
-        engine, nodes = self.engine, self.engine.topology.nodes
-        self.inter = engine.workspace.take(nodes * self.record_nbytes) if self.kept is None else self.kept
+        engine, topology = self.engine, self.engine.topology
+        if self.kept is None:
+            self.inter = engine.workspace.take(topology.nodes * self.record_nbytes)
+        else:
+            self.inter = self.kept.buffer
         if self.shard is None:
             return
-        encoded = self.inter if nodes == 1 else engine.workspace.take(self.record_nbytes)
+        if self.kept is not None:
+            self.kept.reclaim()
+        mine = self.inter.view(topology.nodes, -1)[topology.node]
         noise = engine.noise(self.fmt, self.call.stream, self.offset, self.call.shard_numel)
-        engine.kernels.encode(self.shard, self.fmt, encoded.view(1, -1), noise=noise)
-        if nodes > 1:
-            self.encoded = encoded
-            self.pending = engine.all_gather(Axis.INTER, encoded, self.inter, self.logical)
+        engine.kernels.encode(self.shard, self.fmt, mine.view(1, -1), noise=noise)
+        if topology.nodes > 1:
+            self.crossing = engine.all_gather(Axis.INTER, mine, self.logical, into=self.inter)
 
     def gather_inside_node(self) -> None:
-        engine, size = self.engine, self.engine.topology.ranks_per_node
-        if self.pending is not None:
-            self.pending.wait()
-            self.pending = None
-        if self.encoded is not None:
-            engine.workspace.give(self.encoded)
-        if size == 1:
-            self.records = self.inter
-            return
-        self.records = engine.workspace.take(size * self.inter.numel())
-        self.pending = engine.all_gather(
-            Axis.INTRA, self.inter, self.records, engine.topology.nodes * self.logical
-        )
+        topology = self.engine.topology
+        if self.crossing is not None:
+            self.crossing.receive()
+            self.crossing.release()
+            self.crossing = None
+        if topology.ranks_per_node > 1:
+            self.crossing = self.engine.all_gather(Axis.INTRA, self.inter, topology.nodes * self.logical)
 
     def decode(self) -> None:
-        engine, topology = self.engine, self.engine.topology
-        if self.pending is not None:
-            self.pending.wait()
-        records = self.records.view(topology.world_size, self.record_nbytes)
-        engine.kernels.decode(records, self.fmt, self.full, rows=topology.nodes)
-        if self.records is not self.inter:
-            engine.workspace.give(self.records)
-        if self.kept is None:
-            engine.workspace.give(self.inter)
+        engine, local = self.engine, self.engine.topology.ranks_per_node
+        parts = [self.inter] if self.crossing is None else self.crossing.receive()
+        for local_rank, records in enumerate(parts):
+            table = records.view(engine.topology.nodes, -1)
+            engine.kernels.decode(table, self.fmt, self.full[local_rank::local])
+        sent = self.inter if self.kept is None else None
+        if self.crossing is not None:
+            self.crossing.release(sent)
+            if self.kept is not None:
+                self.kept.hop = self.crossing.hop
+        elif sent is not None:
+            engine.workspace.give(sent)
 
 
 def all_gather(
@@ -143,7 +151,7 @@ def all_gather(
 
     full, flat = output.view(engine.topology.world_size, -1), shard.view(1, -1)
     cuts = spans(flat.shape[1], engine.shard_span())
-    kept: Sequence[torch.Tensor | None] = [None] * len(cuts)
+    kept: Sequence[KeptRecords | None] = [None] * len(cuts)
     if secondary is not None:
         kept = secondary.begin(fmt, wire, flat.shape[1], cuts)
     call = _Call(engine, fmt, wire, flat.shape[1], engine.next_stream(), after)

@@ -67,7 +67,7 @@ class Communicator:
         self._engine = Engine(
             transport=transport,
             kernels=kernels,
-            workspace=Workspace(device),
+            workspace=Workspace(transport.memory),
             stats=Stats(),
             agreement=Agreement(transport.exchange, always=debug),
             device=device,

@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 import torch
 
 from zpp.agreement import Agreement
+from zpp.crossing import Crossing, Loans
 from zpp.format import BlockFormat, Noise, Rounding, ValueType
 from zpp.kernels import Kernels
 from zpp.layout import GROUP, round_up
 from zpp.pipeline import Pipeline
 from zpp.stats import Stats
 from zpp.topology import Axis, Topology
-from zpp.transport import Channel, Pending, Transport
+from zpp.transport import Channel, Transport
 from zpp.workspace import Workspace
 
 VALUE_TYPES = {
@@ -42,6 +43,9 @@ class Engine:
     reductions: Pipeline = field(default_factory=lambda: Pipeline("reduction"))
     _streams: itertools.count[int] = field(default_factory=itertools.count)
 
+    def __post_init__(self) -> None:
+        self._loans = {channel: Loans(self.workspace) for channel in Channel}
+
     @property
     def topology(self) -> Topology:
         return self.transport.topology
@@ -61,17 +65,29 @@ class Engine:
         """A number that no other call of this communicator has, the same on every rank."""
         return next(self._streams)
 
-    def all_gather(self, axis: Axis, send: torch.Tensor, recv: torch.Tensor, logical: int) -> Pending:
-        """Start a hop of an all-gather and count it; `logical` is what `send` stands for, in bytes."""
-        others = self.topology.size(axis) - 1
-        self.stats.hop(axis, logical=others * logical, wire=others * send.numel())
-        return self.transport.all_gather(Channel.GATHER, axis, send, recv)
+    def all_gather(
+        self, axis: Axis, send: torch.Tensor, logical: int, *, into: torch.Tensor | None = None
+    ) -> Crossing:
+        """Start a hop of an all-gather and count it; `logical` is what `send` stands for, in bytes.
 
-    def all_to_all(self, axis: Axis, send: torch.Tensor, recv: torch.Tensor, logical: int) -> Pending:
+        into: where what is received is to stay, `send` being this rank's part of it; None if it need not.
+        """
+        size = self.topology.size(axis)
+        self.stats.hop(axis, logical=(size - 1) * logical, wire=(size - 1) * send.numel())
+        recv = self._room(axis, size * send.numel()) if into is None else None
+        hop = self.transport.all_gather(Channel.GATHER, axis, send, recv if into is None else into)
+        return Crossing(hop, recv, self.workspace, self._loans[Channel.GATHER])
+
+    def all_to_all(self, axis: Axis, send: torch.Tensor, logical: int) -> Crossing:
         """Start a hop of a reduce-scatter and count it; `logical` is one peer's part, in bytes."""
         size = self.topology.size(axis)
         self.stats.hop(axis, logical=(size - 1) * logical, wire=(size - 1) * send.numel() // size)
-        return self.transport.all_to_all(Channel.REDUCE, axis, send, recv)
+        recv = self._room(axis, send.numel())
+        hop = self.transport.all_to_all(Channel.REDUCE, axis, send, recv)
+        return Crossing(hop, recv, self.workspace, self._loans[Channel.REDUCE])
+
+    def _room(self, axis: Axis, nbytes: int) -> torch.Tensor | None:
+        return None if self.transport.reads_in_place(axis) else self.workspace.take(nbytes)
 
     def refuse(self, what: str) -> None:
         """`what` cannot be compressed: count it, or raise if the communicator is strict."""

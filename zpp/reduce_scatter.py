@@ -17,13 +17,13 @@ import torch
 import torch.distributed as dist
 
 from zpp import checks
+from zpp.crossing import Crossing
 from zpp.engine import VALUE_TYPES, Engine
 from zpp.format import BlockFormat, Code, ValueType
 from zpp.kernels import Kernels
 from zpp.kernels.exact import ExactKernels
 from zpp.layout import spans
 from zpp.topology import Axis
-from zpp.transport import Pending
 from zpp.work import Work
 
 
@@ -55,8 +55,6 @@ class _Job:
         self.local, self.nodes = self.engine.topology.ranks_per_node, self.engine.topology.nodes
         self.numel = self.full.shape[1]
         self.logical = self.numel * self.full.element_size()
-        self.pending: Pending | None = None
-        self.send: torch.Tensor | None = None
 
     def submit(self) -> Future[None]:
         return self.engine.reductions.submit((self.encode, self.reduce_and_cross_nodes, self.reduce))
@@ -65,6 +63,7 @@ class _Job:
         return self.engine.workspace.take(count * fmt.record_nbytes(self.numel))
 
     def encode(self) -> None:
+        """Into the order of the first hop: all nodes of one local peer together."""
         world = self.local * self.nodes
         first = self.intra if self.local > 1 else self.inter
         self.send = self._take(first, world)
@@ -72,42 +71,30 @@ class _Job:
         rows = self.nodes if self.local > 1 else 1
         self.kernels.encode(self.full, first, self.send.view(world, -1), rows=rows, noise=noise)
         if self.local > 1:
-            self.recv = self._take(first, world)
-            self.pending = self.engine.all_to_all(Axis.INTRA, self.send, self.recv, self.nodes * self.logical)
+            self._cross(Axis.INTRA, self.nodes * self.logical)
+
+    def _cross(self, axis: Axis, logical: int) -> None:
+        self.crossing: Crossing = self.engine.all_to_all(axis, self.send, logical)
 
     def reduce_and_cross_nodes(self) -> None:
-        engine = self.engine
-        if self.pending is not None:
-            self.pending.wait()
-            self.pending = None
-            engine.workspace.give(self.send)  # type: ignore[arg-type]
-            self.send = None
         if self.nodes == 1:
             return
         if self.local > 1:
+            crossing, sent = self.crossing, self.send
+            parts = [records.view(self.nodes, -1) for records in crossing.receive()]
             self.send = self._take(self.inter, self.nodes)
-            noise = engine.noise(self.inter, self.call.streams[1], self.offset, self.call.shard_numel)
+            noise = self.engine.noise(self.inter, self.call.streams[1], self.offset, self.call.shard_numel)
             self.kernels.decode_reduce_encode(
-                self.recv.view(self.local, self.nodes, -1),
-                self.intra,
-                self.inter,
-                self.send.view(self.nodes, -1),
-                self.numel,
-                noise=noise,
+                parts, self.intra, self.inter, self.send.view(self.nodes, -1), self.numel, noise=noise
             )
-            engine.workspace.give(self.recv)
-        assert self.send is not None
-        self.recv = self._take(self.inter, self.nodes)
-        self.pending = engine.all_to_all(Axis.INTER, self.send, self.recv, self.logical)
+            crossing.release(sent)
+        self._cross(Axis.INTER, self.logical)
 
     def reduce(self) -> None:
-        if self.pending is not None:
-            self.pending.wait()
-        last, peers = (self.inter, self.nodes) if self.nodes > 1 else (self.intra, self.local)
-        self.kernels.decode_reduce(self.recv.view(peers, 1, -1), last, self.shard, factor=self.call.factor)
-        self.engine.workspace.give(self.recv)
-        if self.send is not None:
-            self.engine.workspace.give(self.send)
+        last = self.inter if self.nodes > 1 else self.intra
+        parts = [records.view(1, -1) for records in self.crossing.receive()]
+        self.kernels.decode_reduce(parts, last, self.shard, factor=self.call.factor)
+        self.crossing.release(self.send)
 
 
 def factor_of(op: dist.ReduceOp.RedOpType, factor: float, dtype: torch.dtype, world_size: int) -> float:

@@ -7,11 +7,31 @@ everything, so the weights can be gathered again without crossing nodes, and dec
 
 from __future__ import annotations
 
+from concurrent.futures import Future
+from dataclasses import dataclass
+
 import torch
 
 from zpp.errors import StaleSecondaryError
 from zpp.format import BlockFormat, ValueType
+from zpp.transport import Hop
 from zpp.workspace import Workspace
+
+
+@dataclass
+class KeptRecords:
+    """The records of one span, and who used them last: that job is over before the next one starts."""
+
+    buffer: torch.Tensor
+    job: Future[None] | None = None
+    hop: Hop | None = None
+    """The hop inside the node by which the peers read them."""
+
+    def reclaim(self) -> None:
+        """Wait until the peers have read them: they may then be overwritten."""
+        if self.hop is not None:
+            self.hop.returned(wait=True)
+            self.hop = None
 
 
 class SecondaryPartition:
@@ -25,24 +45,32 @@ class SecondaryPartition:
     def __init__(self, nodes: int, workspace: Workspace) -> None:
         self._nodes, self._workspace = nodes, workspace
         self.generation: int | None = None
-        self.records: list[torch.Tensor] = []
+        self.records: list[KeptRecords] = []
         self.cuts: list[tuple[int, int]] = []
         self.wire = ValueType.FLOAT32
 
     @property
     def nbytes(self) -> int:
-        return sum(records.numel() for records in self.records)
+        return sum(records.buffer.numel() for records in self.records)
 
     def begin(
         self, fmt: BlockFormat, wire: ValueType, numel: int, cuts: list[tuple[int, int]]
-    ) -> list[torch.Tensor]:
+    ) -> list[KeptRecords]:
         """Drop the stamp; room for the records of `numel` values cut into spans, a buffer a span."""
         self.generation = None
         sizes = [self._nodes * fmt.record_nbytes(stop - start) for start, stop in cuts]
-        if sizes != [records.numel() for records in self.records]:
-            self.records = [self._workspace.take(size) for size in sizes]
+        if sizes != [records.buffer.numel() for records in self.records]:
+            self._drop()
+            self.records = [KeptRecords(self._workspace.take(size)) for size in sizes]
         self.fmt, self.wire, self.numel, self.cuts = fmt, wire, numel, cuts
         return self.records
+
+    def _drop(self) -> None:
+        for records in self.records:
+            if records.job is not None:
+                records.job.result()
+            records.reclaim()
+            self._workspace.give(records.buffer)
 
     def stamp(self, generation: int) -> None:
         """The gather that filled the partition is complete: it holds `generation` of the weights."""

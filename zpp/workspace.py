@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
+from typing import Protocol
 
 import torch
 
@@ -13,11 +14,34 @@ _GRAIN = 4096
 """Bytes. Buffers are kept by size rounded up to this, so that nearly equal chunks share them."""
 
 
-class Workspace:
-    """A pool of uint8 buffers on one device. At most `keep_nbytes` stay allocated while idle."""
+class Memory(Protocol):
+    """Where buffers come from."""
 
-    def __init__(self, device: torch.device, keep_nbytes: int = 256 << 20) -> None:
-        self.device, self.keep_nbytes = device, keep_nbytes
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """uint8 [nbytes], uninitialised."""
+
+    def free(self, buffer: torch.Tensor) -> None:
+        """`buffer`, all of what `allocate` returned, is not used any more."""
+
+
+class Heap:
+    """Ordinary memory of one device, freed when nothing refers to it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+
+    def free(self, buffer: torch.Tensor) -> None:
+        """Nothing to do."""
+
+
+class Workspace:
+    """A pool of uint8 buffers, from `memory`. At most `keep_nbytes` stay allocated while idle."""
+
+    def __init__(self, memory: Memory, keep_nbytes: int = 256 << 20) -> None:
+        self._memory, self.keep_nbytes = memory, keep_nbytes
         self._lock = threading.Lock()
         self._idle: dict[int, list[torch.Tensor]] = defaultdict(list)
         self._idle_nbytes = 0
@@ -35,17 +59,21 @@ class Workspace:
             self._lent_nbytes += size
             self.peak_nbytes = max(self.peak_nbytes, self._lent_nbytes + self._idle_nbytes)
         if buffer is None:
-            buffer = torch.empty(size, dtype=torch.uint8, device=self.device)
+            buffer = self._memory.allocate(size)
         return buffer[:nbytes]
 
     def give(self, view: torch.Tensor) -> None:
         """Take back what `take` lent; the caller does not touch it again."""
         size = round_up(max(view.numel(), 1), _GRAIN)
+        buffer = view.as_strided((size,), (1,))
         with self._lock:
             self._lent_nbytes -= size
-            if self._idle_nbytes + size <= self.keep_nbytes:
-                self._idle[size].append(view.as_strided((size,), (1,)))
+            keep = self._idle_nbytes + size <= self.keep_nbytes
+            if keep:
+                self._idle[size].append(buffer)
                 self._idle_nbytes += size
+        if not keep:
+            self._memory.free(buffer)
 
     @property
     def lent_nbytes(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -27,12 +28,14 @@ class Kernels(Protocol):
     def decode(self, records: Tensor, fmt: BlockFormat, out: Tensor, *, rows: int = 1) -> None:
         """records [count, record_nbytes] -> out [count, numel]; `rows` undoes the order that encode gave."""
 
-    def decode_reduce(self, records: Tensor, fmt: BlockFormat, out: Tensor, *, factor: float = 1.0) -> None:
-        """records [peers, count, record_nbytes] -> out [count, numel]: sums in order, times factor."""
+    def decode_reduce(
+        self, records: Sequence[Tensor], fmt: BlockFormat, out: Tensor, *, factor: float = 1.0
+    ) -> None:
+        """Each peer's records [count, record_nbytes] -> out [count, numel]: sums in order, times factor."""
 
     def decode_reduce_encode(
         self,
-        records: Tensor,
+        records: Sequence[Tensor],
         fmt: BlockFormat,
         out_fmt: BlockFormat,
         out: Tensor,
@@ -40,7 +43,7 @@ class Kernels(Protocol):
         *,
         noise: Noise | None = None,
     ) -> None:
-        """records [peers, count, record_nbytes] -> sums -> out [count, record_nbytes of out_fmt]."""
+        """Each peer's records [count, record_nbytes] -> sums -> out [count, record_nbytes of out_fmt]."""
 
 
 def for_device(device: torch.device, threads: int | None = None) -> Kernels:

@@ -96,18 +96,18 @@ class CudaKernels:
         for made in launch.decode_segments(records.data_ptr(), fmt, count, numel, rows, segments, kind):
             self._start(made, device)
 
-    def decode_reduce(self, records: Tensor, fmt: BlockFormat, out: Tensor, *, factor: float = 1.0) -> None:
+    def decode_reduce(
+        self, records: Sequence[Tensor], fmt: BlockFormat, out: Tensor, *, factor: float = 1.0
+    ) -> None:
         kind = operands.values("out", out, fmt)
-        peers, (count, numel) = records.shape[0], out.shape
-        _records("records", records, fmt, numel, peers, count)
-        _summable(fmt)
-        device = _device(records=records, out=out)
-        made = launch.decode_reduce(records.data_ptr(), fmt, peers, count, numel, factor, _rows(out), kind)
+        count, numel = out.shape
+        addresses, device = _peers(records, fmt, numel, count, out)
+        made = launch.decode_reduce(addresses, fmt, count, numel, factor, _rows(out), kind)
         self._start(made, device)
 
     def decode_reduce_encode(
         self,
-        records: Tensor,
+        records: Sequence[Tensor],
         fmt: BlockFormat,
         out_fmt: BlockFormat,
         out: Tensor,
@@ -115,15 +115,11 @@ class CudaKernels:
         *,
         noise: Noise | None = None,
     ) -> None:
-        peers, count = records.shape[0], out.shape[0]
-        _records("records", records, fmt, numel, peers, count)
+        count = out.shape[0]
         _records("out", out, out_fmt, numel, count)
-        _summable(fmt)
         _summable(out_fmt)
-        device = _device(records=records, out=out)
-        made = launch.decode_reduce_encode(
-            records.data_ptr(), fmt, out_fmt, peers, count, numel, noise, out.data_ptr()
-        )
+        addresses, device = _peers(records, fmt, numel, count, out)
+        made = launch.decode_reduce_encode(addresses, fmt, out_fmt, count, numel, noise, out.data_ptr())
         self._start(made, device)
 
     def _start(self, made: launch.Launch, device: torch.device) -> None:
@@ -157,6 +153,18 @@ def _records(name: str, tensor: Tensor, fmt: BlockFormat, numel: int, *leading: 
         raise ValueError(
             f"{name} must start on a {RECORD_ALIGNMENT}-byte boundary, not {behind} bytes behind one"
         )
+
+
+def _peers(
+    records: Sequence[Tensor], fmt: BlockFormat, numel: int, count: int, out: Tensor
+) -> tuple[list[int], torch.device]:
+    """Where the records of each peer lie, and the device of all operands."""
+    _summable(fmt)
+    operands.peers(records, fmt, numel, count)
+    named = {f"records of peer {peer}": tensor for peer, tensor in enumerate(records)}
+    for name, tensor in named.items():
+        _records(name, tensor, fmt, numel, count)
+    return [tensor.data_ptr() for tensor in records], _device(out=out, **named)
 
 
 def _summable(fmt: BlockFormat) -> None:

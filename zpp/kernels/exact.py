@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -23,14 +25,16 @@ class ExactKernels:
     def decode(self, records: Tensor, fmt: BlockFormat, out: Tensor, *, rows: int = 1) -> None:
         self._copies.decode(records, fmt, out, rows=rows)
 
-    def _sum(self, records: Tensor, nbytes: int) -> Tensor:
+    def _sum(self, records: Sequence[Tensor], nbytes: int) -> Tensor:
         parts = [part[:, :nbytes].flatten().view(self._dtype).view(part.shape[0], -1) for part in records]
         total: Tensor = parts[0].clone()
         for part in parts[1:]:
             total += part
         return total
 
-    def decode_reduce(self, records: Tensor, fmt: BlockFormat, out: Tensor, *, factor: float = 1.0) -> None:
+    def decode_reduce(
+        self, records: Sequence[Tensor], fmt: BlockFormat, out: Tensor, *, factor: float = 1.0
+    ) -> None:
         if not out.numel():
             return
         total = self._sum(records, out.shape[1] * out.element_size())
@@ -38,7 +42,7 @@ class ExactKernels:
 
     def decode_reduce_encode(
         self,
-        records: Tensor,
+        records: Sequence[Tensor],
         fmt: BlockFormat,
         out_fmt: BlockFormat,
         out: Tensor,

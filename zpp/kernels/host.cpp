@@ -130,7 +130,7 @@ void zpp_encode(
 void zpp_decode(
     int level, int threads, const uint8_t* records, const zpp_format* format, int64_t count, int64_t numel, int64_t rows,
     uint8_t* out, int type, int64_t stride) {
-    Decode d{records, 1, count, rows, record_of(*format, numel), 1.0f, out, type, stride};
+    Decode d{&records, 1, count, rows, record_of(*format, numel), 1.0f, out, type, stride};
     const Kernels& kernels = kernels_of(level);
     int64_t size = size_of(type);
     bool verbatim = format->code == type;
@@ -142,8 +142,8 @@ void zpp_decode(
 }
 
 void zpp_decode_reduce(
-    int level, int threads, const uint8_t* records, const zpp_format* format, int64_t peers, int64_t count, int64_t numel,
-    float factor, uint8_t* out, int type, int64_t stride) {
+    int level, int threads, const uint8_t* const* records, const zpp_format* format, int64_t peers, int64_t count,
+    int64_t numel, float factor, uint8_t* out, int type, int64_t stride) {
     Decode d{records, peers, count, 1, record_of(*format, numel), factor, out, type, stride};
     const Kernels& kernels = kernels_of(level);
     for_pieces(count, numel, threads,
@@ -151,8 +151,8 @@ void zpp_decode_reduce(
 }
 
 void zpp_decode_reduce_encode(
-    int level, int threads, const uint8_t* records, const zpp_format* in, int64_t peers, int64_t count, int64_t numel,
-    const zpp_format* out_format, const zpp_noise* noise, uint8_t* out) {
+    int level, int threads, const uint8_t* const* records, const zpp_format* in, int64_t peers, int64_t count,
+    int64_t numel, const zpp_format* out_format, const zpp_noise* noise, uint8_t* out) {
     DecodeEncode c{records, peers, count, record_of(*in, numel), record_of(*out_format, numel), *noise, out};
     const Kernels& kernels = kernels_of(level);
     for (int64_t k = 0; k < count; ++k) clear_padding(c.out_record, out + k * c.out_record.nbytes);

@@ -38,8 +38,8 @@ struct Encode {
 };
 
 struct Decode {
-    const uint8_t* records;
-    int64_t peers, count, rows;  // records [peers][count], summed over the peers
+    const uint8_t* const* records;  // of each peer [count], summed over the peers in order
+    int64_t peers, count, rows;
     Record record;
     float factor;
     uint8_t* out;
@@ -48,7 +48,7 @@ struct Decode {
 };
 
 struct DecodeEncode {
-    const uint8_t* records;
+    const uint8_t* const* records;
     int64_t peers, count;
     Record in, out_record;
     zpp_noise noise;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
@@ -66,6 +67,10 @@ def _noise(fmt: BlockFormat, noise: Noise | None) -> _Noise:
     return _Noise(noise.seed, noise.stream, noise.offset, noise.pitch)
 
 
+def _pointers(records: Sequence[Tensor]) -> ctypes.Array[ctypes.c_void_p]:
+    return (_POINTER * len(records))(*[peer.data_ptr() for peer in records])
+
+
 def _row_stride(values: Tensor) -> int:
     return values.stride(0) if values.shape[0] > 1 else values.shape[1]
 
@@ -123,16 +128,18 @@ class HostKernels:
             _row_stride(out),
         )
 
-    def decode_reduce(self, records: Tensor, fmt: BlockFormat, out: Tensor, *, factor: float = 1.0) -> None:
+    def decode_reduce(
+        self, records: Sequence[Tensor], fmt: BlockFormat, out: Tensor, *, factor: float = 1.0
+    ) -> None:
         kind = operands.values("out", out, fmt)
         count, numel = out.shape
-        operands.records("records", records, fmt, numel, records.shape[0], count)
+        operands.peers(records, fmt, numel, count)
         self._library.zpp_decode_reduce(
             self.level,
             self._threads,
-            records.data_ptr(),
+            _pointers(records),
             ctypes.byref(_format(fmt)),
-            records.shape[0],
+            len(records),
             count,
             numel,
             factor,
@@ -143,7 +150,7 @@ class HostKernels:
 
     def decode_reduce_encode(
         self,
-        records: Tensor,
+        records: Sequence[Tensor],
         fmt: BlockFormat,
         out_fmt: BlockFormat,
         out: Tensor,
@@ -151,14 +158,14 @@ class HostKernels:
         *,
         noise: Noise | None = None,
     ) -> None:
-        operands.records("records", records, fmt, numel, records.shape[0], out.shape[0])
+        operands.peers(records, fmt, numel, out.shape[0])
         operands.records("out", out, out_fmt, numel, out.shape[0])
         self._library.zpp_decode_reduce_encode(
             self.level,
             self._threads,
-            records.data_ptr(),
+            _pointers(records),
             ctypes.byref(_format(fmt)),
-            records.shape[0],
+            len(records),
             out.shape[0],
             numel,
             ctypes.byref(_format(out_fmt)),

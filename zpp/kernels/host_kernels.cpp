@@ -169,8 +169,8 @@ void encode(const Encode& e, int64_t k, int64_t start, int64_t stop) {
 }
 
 template <int CODE, int TYPE, Turn TURN> void decode_values(const Decode& d, int64_t k, int64_t start, int64_t stop) {
-    const uint8_t* records = d.records + transposed(k, d.rows, d.count / d.rows) * d.record.nbytes;
-    TurnedSum<CODE, TURN> source(d.record, records, d.peers, d.count * d.record.nbytes);
+    int64_t offset = transposed(k, d.rows, d.count / d.rows) * d.record.nbytes;
+    TurnedSum<CODE, TURN> source(d.record, d.records, d.peers, offset);
     write_values<TYPE>(d.out + k * d.stride * Values<TYPE>::SIZE, start, stop, source, d.factor);
 }
 
@@ -198,7 +198,7 @@ void decode(const Decode& d, int64_t k, int64_t start, int64_t stop) {
 }
 
 template <int CODE, Turn TURN> void convert_turned(const DecodeEncode& c, int64_t k, int64_t start, int64_t stop) {
-    TurnedSum<CODE, TURN> source(c.in, c.records + k * c.in.nbytes, c.peers, c.count * c.in.nbytes);
+    TurnedSum<CODE, TURN> source(c.in, c.records, c.peers, k * c.in.nbytes);
     write_record(c.out_record, c.noise, k, start, stop, std::move(source), c.out + k * c.out_record.nbytes);
 }
 

@@ -39,12 +39,14 @@ template <int TYPE, bool ROTATE> class Row {
     int64_t numel_;
 };
 
-// The sum of one chunk's records, one of each peer, in order, in the format's own domain. A stretch is what
+// The sum of the records that stand `offset` bytes into each peer's, in order, in the format's own domain. A stretch is what
 // shares a scale. In plain stretches the values come out times `unit`, a power of two.
 template <int CODE> class Sum {
    public:
-    Sum(const Record& record, const uint8_t* records, int64_t peers, int64_t step, float unit = 1.0f)
-        : record_(record), records_(records), peers_(peers), step_(step), unit_(unit), scales_(2 * peers) {}
+    Sum(const Record& record, const uint8_t* const* records, int64_t peers, int64_t offset, float unit = 1.0f)
+        : record_(record), records_(records, records + peers), peers_(peers), unit_(unit), scales_(2 * peers) {
+        for (auto& start : records_) start += offset;
+    }
 
     ZPP_FN int64_t move_to(int64_t i, int64_t limit) {
         if (!quantized(CODE)) return limit;
@@ -58,9 +60,9 @@ template <int CODE> class Sum {
     // PEERS: how many there are, where that is known when the loop over groups is compiled.
     template <bool PLAIN, int PEERS = 0> ZPP_FN Group group(int64_t i) const {
         const float* scales = scales_.data() + (PLAIN ? 0 : peers_);
-        Group sum = value<PLAIN>(records_, i, scales[0]);
+        Group sum = value<PLAIN>(records_[0], i, scales[0]);
         for (int64_t p = 1; p < (PEERS ? PEERS : peers_); ++p) {
-            const uint8_t* record = records_ + p * step_;
+            const uint8_t* record = records_[p];
             if constexpr (PLAIN && quantized(CODE)) {
                 Group q = read_levels<CODE>(record, i);
                 sum = {plus_exact_product(sum.low, q.low, scales[p]), plus_exact_product(sum.high, q.high, scales[p])};
@@ -84,9 +86,9 @@ template <int CODE> class Sum {
     }
 
     void read_scales(int64_t block) {
-        const uint8_t* stored = records_ + record_.payload_nbytes;
         plain_ = true;
-        for (int64_t p = 0; p < peers_; ++p, stored += step_) {
+        for (int64_t p = 0; p < peers_; ++p) {
+            const uint8_t* stored = records_[p] + record_.payload_nbytes;
             float scale = record_.format.scale_type == SCALE_FLOAT32
                               ? load<float>(stored + 4 * block)
                               : float_of((zpp_u32)load<uint16_t>(stored + 2 * block) << 16);
@@ -97,8 +99,8 @@ template <int CODE> class Sum {
     }
 
     const Record& record_;
-    const uint8_t* records_;
-    int64_t peers_, step_, block_ = -1;
+    std::vector<const uint8_t*> records_;  // of each peer
+    int64_t peers_, block_ = -1;
     float unit_;
     std::vector<float> scales_;  // of each peer: times the unit, then as they are
     bool plain_ = false;
@@ -109,8 +111,8 @@ enum class Turn { NONE, ROTATE, UNROTATE };
 // The sum, turned into another domain than the records have.
 template <int CODE, Turn TURN> class TurnedSum {
    public:
-    TurnedSum(const Record& record, const uint8_t* records, int64_t peers, int64_t step)
-        : sum_(record, records, peers, step, TURN == Turn::ROTATE ? 1.0f / GROUP : 1.0f),
+    TurnedSum(const Record& record, const uint8_t* const* records, int64_t peers, int64_t offset)
+        : sum_(record, records, peers, offset, TURN == Turn::ROTATE ? 1.0f / GROUP : 1.0f),
           // Every value of a rotated group counts, also where the group is short.
           numel_(TURN == Turn::NONE && record.format.rotate ? INT64_MAX : record.numel) {}
 

@@ -21,6 +21,7 @@ BLOCK_TILE = MAX_BLOCK
 
 MOST_BLOCKS = 2**31 - 1
 MAX_SEGMENTS = 160
+MAX_PEERS = 256
 
 _I64, _U64, _U32, _INT, _POINTER = (
     *(ctypes.c_int64, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_int32),
@@ -74,23 +75,26 @@ class DecodeSegments(ctypes.Structure):
     _fields_ = [("record", Record), ("records", _POINTER), *_TABLE, ("out", Segments)]
 
 
+class Peers(ctypes.Structure):
+    """The records of each peer."""
+
+    _fields_ = [("count", _I64), ("records", _POINTER * MAX_PEERS)]
+
+
 class DecodeReduce(ctypes.Structure):
     _fields_ = [
         ("record", Record),
-        ("records", _POINTER),
-        ("peer_nbytes", _I64),
-        ("peers", _INT),
         ("factor", ctypes.c_float),
         ("tiles_per_chunk", _U32),
         ("out", Rows),
+        ("peers", Peers),
     ]
 
 
 class DecodeReduceEncode(ctypes.Structure):
     _fields_ = [
         *(("record", Record), ("out_record", Record), ("noise", NoiseArguments)),
-        *(("records", _POINTER), ("out", _POINTER), ("peer_nbytes", _I64)),
-        *(("peers", _INT), ("tiles_per_chunk", _U32)),
+        *(("out", _POINTER), ("tiles_per_chunk", _U32), ("peers", Peers)),
     ]
 
 
@@ -233,10 +237,15 @@ def decode_segments(
             yield Launch(kernel, last - first, DecodeSegments(record, records, *table, segments))
 
 
+def _peers(records: Sequence[int]) -> Peers:
+    if len(records) > MAX_PEERS:
+        raise ValueError(f"records of {len(records)} peers are more than a launch sums: {MAX_PEERS}")
+    return Peers(len(records), (_POINTER * MAX_PEERS)(*records))
+
+
 def decode_reduce(
-    records: int,
+    records: Sequence[int],
     fmt: BlockFormat,
-    peers: int,
     count: int,
     numel: int,
     factor: float,
@@ -244,17 +253,15 @@ def decode_reduce(
     kind: ValueType,
 ) -> Launch:
     kernel = _kernel("decode_reduce", CODE=int(fmt.code), TYPE=int(kind), ROTATE=fmt.rotate)
-    record = _record(fmt, numel)
-    step, per_chunk = count * record.nbytes, ceil_div(numel, BLOCK_TILE)
-    arguments = DecodeReduce(record, records, step, peers, factor, per_chunk, out)
+    per_chunk = ceil_div(numel, BLOCK_TILE)
+    arguments = DecodeReduce(_record(fmt, numel), factor, per_chunk, out, _peers(records))
     return Launch(kernel, tiles(count, numel), arguments)
 
 
 def decode_reduce_encode(
-    records: int,
+    records: Sequence[int],
     fmt: BlockFormat,
     out_fmt: BlockFormat,
-    peers: int,
     count: int,
     numel: int,
     noise: Noise | None,
@@ -269,9 +276,9 @@ def decode_reduce_encode(
         STOCHASTIC=out_fmt.rounding is Rounding.STOCHASTIC,
     )
     record, out_record = _record(fmt, numel), _record(out_fmt, numel)
-    step, per_chunk = count * record.nbytes, ceil_div(numel, BLOCK_TILE)
+    per_chunk = ceil_div(numel, BLOCK_TILE)
     arguments = DecodeReduceEncode(
-        record, out_record, _noise(out_fmt, noise), records, out, step, peers, per_chunk
+        record, out_record, _noise(out_fmt, noise), out, per_chunk, _peers(records)
     )
     return Launch(kernel, tiles(count, numel), arguments)
 

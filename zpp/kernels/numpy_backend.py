@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -46,14 +47,17 @@ class ReferenceKernels:
         operands.table(out.shape[0], rows)
         as_array(out)[:] = reference.decode(as_array(records), fmt, out.shape[1], kind, rows=rows)
 
-    def decode_reduce(self, records: Tensor, fmt: BlockFormat, out: Tensor, *, factor: float = 1.0) -> None:
+    def decode_reduce(
+        self, records: Sequence[Tensor], fmt: BlockFormat, out: Tensor, *, factor: float = 1.0
+    ) -> None:
         kind = operands.values("out", out, fmt)
-        operands.records("records", records, fmt, out.shape[1], records.shape[0], out.shape[0])
-        as_array(out)[:] = reference.decode_reduce(as_array(records), fmt, out.shape[1], kind, factor=factor)
+        operands.peers(records, fmt, out.shape[1], out.shape[0])
+        stacked = np.stack([as_array(peer) for peer in records])
+        as_array(out)[:] = reference.decode_reduce(stacked, fmt, out.shape[1], kind, factor=factor)
 
     def decode_reduce_encode(
         self,
-        records: Tensor,
+        records: Sequence[Tensor],
         fmt: BlockFormat,
         out_fmt: BlockFormat,
         out: Tensor,
@@ -61,6 +65,7 @@ class ReferenceKernels:
         *,
         noise: Noise | None = None,
     ) -> None:
-        operands.records("records", records, fmt, numel, records.shape[0], out.shape[0])
+        operands.peers(records, fmt, numel, out.shape[0])
         operands.records("out", out, out_fmt, numel, out.shape[0])
-        as_array(out)[:] = reference.decode_reduce_encode(as_array(records), fmt, out_fmt, numel, noise=noise)
+        stacked = np.stack([as_array(peer) for peer in records])
+        as_array(out)[:] = reference.decode_reduce_encode(stacked, fmt, out_fmt, numel, noise=noise)

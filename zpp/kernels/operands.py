@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -34,6 +36,14 @@ def records(name: str, tensor: Tensor, fmt: BlockFormat, numel: int, *leading: i
         raise TypeError(f"{name} must be contiguous uint8, not {tensor.dtype} with strides {tensor.stride()}")
     if (got := tuple(tensor.shape)) != shape:
         raise ValueError(f"{name} must be of shape {shape} for {numel} values as {fmt}, not {got}")
+
+
+def peers(tensors: Sequence[Tensor], fmt: BlockFormat, numel: int, count: int) -> None:
+    """One tensor of `count` records of each peer."""
+    if not len(tensors):
+        raise ValueError("there are no records to sum")
+    for tensor in tensors:
+        records("records", tensor, fmt, numel, count)
 
 
 def table(count: int, rows: int) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum
 from typing import Protocol
 
 import torch
 
 from zpp.topology import Axis, Topology
+from zpp.workspace import Memory
 
 
 class Channel(Enum):
@@ -21,11 +23,22 @@ class Channel(Enum):
     REDUCE = "reduce"
 
 
-class Pending(Protocol):
-    def wait(self) -> None:
-        """Return when the receive buffer is filled and the send buffer may be reused.
+class Hop(Protocol):
+    """One message of every rank of an axis to every other, under way."""
+
+    def receive(self) -> Sequence[torch.Tensor]:
+        """What every member sent this rank, in axis order, its own part included; not to be written to.
 
         Raises PeerError if a peer died or did not arrive in time.
+        """
+
+    def release(self) -> None:
+        """What was received has been read: its memory may be used again."""
+
+    def returned(self, *, wait: bool) -> bool:
+        """Whether every member has read what this rank sent, so that the send buffer may be used again.
+
+        Asked after `receive`. `wait` returns only when it is so; raises PeerError like `receive`.
         """
 
 
@@ -33,11 +46,16 @@ class Transport(Protocol):
     """Every rank of the axis makes the same calls, in the same order within a channel."""
 
     topology: Topology
+    memory: Memory
+    """Every `send` lies in a buffer from it."""
 
-    def all_gather(self, channel: Channel, axis: Axis, send: torch.Tensor, recv: torch.Tensor) -> Pending:
-        """send: uint8 [n]; recv: uint8 [size of axis * n], in axis order."""
+    def reads_in_place(self, axis: Axis) -> bool:
+        """Whether the members of the axis read one another's send buffers, so that hops need no `recv`."""
 
-    def all_to_all(self, channel: Channel, axis: Axis, send: torch.Tensor, recv: torch.Tensor) -> Pending:
+    def all_gather(self, channel: Channel, axis: Axis, send: torch.Tensor, recv: torch.Tensor | None) -> Hop:
+        """send: uint8 [n]; recv: uint8 [size of axis * n], in axis order, of which `send` may be its part."""
+
+    def all_to_all(self, channel: Channel, axis: Axis, send: torch.Tensor, recv: torch.Tensor | None) -> Hop:
         """send, recv: uint8 [size of axis * n]; part i goes to, and comes from, axis index i."""
 
     def exchange(self, message: bytes) -> list[bytes]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -11,7 +11,8 @@ import torch
 
 from zpp.errors import PeerError
 from zpp.topology import Axis, Topology
-from zpp.transport import Channel
+from zpp.transport import Channel, Hop
+from zpp.workspace import Heap, Memory
 
 T = TypeVar("T")
 
@@ -62,11 +63,17 @@ class World:
 
 
 @dataclass
-class _Pending:
-    finish: Callable[[], None]
+class _Messages:
+    collect: Callable[[], Sequence[torch.Tensor]]
 
-    def wait(self) -> None:
-        self.finish()
+    def receive(self) -> Sequence[torch.Tensor]:
+        return self.collect()
+
+    def release(self) -> None:
+        """The receive buffer is the caller's."""
+
+    def returned(self, *, wait: bool) -> bool:
+        return True  # what was sent was copied at once
 
 
 class InProcessTransport:
@@ -74,6 +81,7 @@ class InProcessTransport:
 
     def __init__(self, world: World, rank: int) -> None:
         self.topology = Topology(rank, world.world_size, world.ranks_per_node)
+        self.memory: Memory = Heap(torch.device("cpu"))
         self._world = world
         self._sequence: dict[tuple[object, ...], int] = {}
 
@@ -82,30 +90,33 @@ class InProcessTransport:
         self._sequence[stream] = sequence + 1
         return (*stream, sequence)
 
-    def _start(
-        self, channel: Channel, axis: Axis, send: torch.Tensor, recv: torch.Tensor, *, scatter: bool
-    ) -> _Pending:
-        ranks = self.topology.group(axis)
-        me = self.topology.index(axis)
-        key = self._key(channel, axis, tuple(ranks))
-        self._world.post(key, self.topology.rank, send)
+    def reads_in_place(self, axis: Axis) -> bool:
+        return False
 
-        def finish() -> None:
-            parts = recv.view(len(ranks), -1)
-            due = parts.shape[1]
-            for i, data in enumerate(self._world.collect(key, ranks)):
-                part = data.view(len(ranks), -1)[me] if scatter else data
-                if part.numel() != due:
-                    raise PeerError(f"rank {ranks[i]} sent {part.numel()} bytes where {due} were due")
-                parts[i].copy_(part)
-
-        return _Pending(finish)
-
-    def all_gather(self, channel: Channel, axis: Axis, send: torch.Tensor, recv: torch.Tensor) -> _Pending:
+    def all_gather(self, channel: Channel, axis: Axis, send: torch.Tensor, recv: torch.Tensor | None) -> Hop:
         return self._start(channel, axis, send, recv, scatter=False)
 
-    def all_to_all(self, channel: Channel, axis: Axis, send: torch.Tensor, recv: torch.Tensor) -> _Pending:
+    def all_to_all(self, channel: Channel, axis: Axis, send: torch.Tensor, recv: torch.Tensor | None) -> Hop:
         return self._start(channel, axis, send, recv, scatter=True)
+
+    def _start(
+        self, channel: Channel, axis: Axis, send: torch.Tensor, recv: torch.Tensor | None, *, scatter: bool
+    ) -> _Messages:
+        assert recv is not None
+        ranks, me = self.topology.group(axis), self.topology.index(axis)
+        key = self._key(channel, axis, tuple(ranks))
+        self._world.post(key, self.topology.rank, send)
+        parts = recv.view(len(ranks), -1)
+
+        def collect() -> Sequence[torch.Tensor]:
+            for rank, part, data in zip(ranks, parts, self._world.collect(key, ranks), strict=True):
+                mine = data.view(len(ranks), -1)[me] if scatter else data
+                if mine.numel() != part.numel():
+                    raise PeerError(f"rank {rank} sent {mine.numel()} bytes where {part.numel()} were due")
+                part.copy_(mine)
+            return list(parts)
+
+        return _Messages(collect)
 
     def exchange(self, message: bytes) -> list[bytes]:
         key = self._key("exchange")

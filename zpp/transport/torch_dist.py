@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -12,7 +13,8 @@ import torch.distributed as dist
 from zpp.agreement import compare
 from zpp.errors import PeerError
 from zpp.topology import Axis, Topology
-from zpp.transport import Channel
+from zpp.transport import Channel, Hop, node_memory
+from zpp.workspace import Heap, Memory
 
 # torch 2.13 renamed the tensor collectives and warns about the old name; 2.9 to 2.12 have only the old one.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -26,23 +28,34 @@ def detect_topology(group: dist.ProcessGroup) -> Topology:
 
 
 @dataclass
-class _Pending:
+class _Messages:
     """Messages under way, with their buffers; a failure is told in zpp's words."""
 
     works: list[dist.Work]
-    buffers: list[torch.Tensor]
+    sent: Sequence[torch.Tensor]
+    received: Sequence[torch.Tensor]
     what: str
 
-    def wait(self) -> None:
+    def receive(self) -> Sequence[torch.Tensor]:
         try:
             for work in self.works:
                 work.wait()
         except RuntimeError as error:
             raise PeerError(f"{self.what} failed: {error}") from error
+        return self.received
+
+    def release(self) -> None:
+        """The receive buffer is the caller's."""
+
+    def returned(self, *, wait: bool) -> bool:
+        return True  # since `receive` waited for the sends too
 
 
 class TorchTransport:
-    """Subgroups for both axes and both channels, made up front: a collective call over `group`."""
+    """Messages over `group`; inside nodes, where the system allows it, through shared memory.
+
+    Subgroups for both axes and both channels are made up front: making one is a collective call.
+    """
 
     def __init__(self, group: dist.ProcessGroup, topology: Topology) -> None:
         self.topology = topology
@@ -52,9 +65,11 @@ class TorchTransport:
         self._groups: dict[tuple[Channel, Axis], dist.ProcessGroup] = {}
         nodes = f"{topology.nodes} nodes of {topology.ranks_per_node} ranks"
         compare(self.exchange, nodes)  # ranks that disagree would make different subgroups, and hang
+        self._node = node_memory.join(topology, self.exchange, self._timeout.total_seconds())
+        self.memory: Memory = Heap(torch.device("cpu")) if self._node is None else self._node.arena
         for channel in Channel:
             for axis in (Axis.INTRA, Axis.INTER):
-                if topology.size(axis) > 1:
+                if topology.size(axis) > 1 and not self.reads_in_place(axis):
                     self._groups[channel, axis] = self._own_subgroup(axis)
 
     def _own_subgroup(self, axis: Axis) -> dist.ProcessGroup:
@@ -72,35 +87,43 @@ class TorchTransport:
         ]
         return next(group for ranks, group in made if ranks == mine)
 
-    def all_gather(self, channel: Channel, axis: Axis, send: torch.Tensor, recv: torch.Tensor) -> _Pending:
-        size = self.topology.size(axis)
-        return self._swap(f"all_gather ({channel.value}", channel, axis, [send] * size, recv.view(size, -1))
+    def reads_in_place(self, axis: Axis) -> bool:
+        return axis is Axis.INTRA and self._node is not None
 
-    def all_to_all(self, channel: Channel, axis: Axis, send: torch.Tensor, recv: torch.Tensor) -> _Pending:
-        size = self.topology.size(axis)
-        parts = list(send.view(size, -1))
-        return self._swap(f"all_to_all ({channel.value}", channel, axis, parts, recv.view(size, -1))
+    def all_gather(self, channel: Channel, axis: Axis, send: torch.Tensor, recv: torch.Tensor | None) -> Hop:
+        if axis is Axis.INTRA and self._node is not None:
+            return self._node.start(channel, send, scatter=False)
+        return self._swap("all_gather", channel, axis, [send] * self.topology.size(axis), recv)
+
+    def all_to_all(self, channel: Channel, axis: Axis, send: torch.Tensor, recv: torch.Tensor | None) -> Hop:
+        if axis is Axis.INTRA and self._node is not None:
+            return self._node.start(channel, send, scatter=True)
+        parts = list(send.view(self.topology.size(axis), -1))
+        return self._swap("all_to_all", channel, axis, parts, recv)
 
     def _swap(
-        self, what: str, channel: Channel, axis: Axis, parts: list[torch.Tensor], recv: torch.Tensor
-    ) -> _Pending:
+        self, what: str, channel: Channel, axis: Axis, parts: list[torch.Tensor], recv: torch.Tensor | None
+    ) -> _Messages:
         """Send `parts[i]` to member i of the axis and receive `recv[i]` from it, straight to and from memory.
 
         gloo's own collectives copy: its all-gather passes everything through a buffer that it allocates.
         """
+        assert recv is not None
         group = self._groups[channel, axis]
         size, me = len(parts), group.rank()
-        pending = _Pending([], [recv, *parts], f"{what}, axis {axis.value}, rank {self.topology.rank})")
+        received = list(recv.view(size, -1))
+        received[me] = parts[me]
+        what = f"{what} ({channel.value}, axis {axis.value}, rank {self.topology.rank})"
+        hop = _Messages([], parts, received, what)
         if recv.numel() == 0:
-            return pending
+            return hop
         peers = [(me + distance) % size for distance in range(1, size)]  # not all at the same one first
         try:
-            pending.works += [group.recv([recv[peer]], peer, 0) for peer in peers]
-            pending.works += [group.send([parts[peer]], peer, 0) for peer in peers]
+            hop.works += [group.recv([received[peer]], peer, 0) for peer in peers]
+            hop.works += [group.send([parts[peer]], peer, 0) for peer in peers]
         except RuntimeError as error:
-            raise PeerError(f"{pending.what} failed: {error}") from error
-        recv[me].copy_(parts[me])
-        return pending
+            raise PeerError(f"{what} failed: {error}") from error
+        return hop
 
     def exchange(self, message: bytes) -> list[bytes]:
         send = torch.frombuffer(bytearray(message), dtype=torch.uint8)
@@ -118,3 +141,6 @@ class TorchTransport:
             for group in self._groups.values():
                 dist.destroy_process_group(group)
         self._groups.clear()
+        if self._node is not None:
+            self._node.close()
+            self._node = None

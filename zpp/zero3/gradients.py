@@ -41,8 +41,8 @@ class Gradients:
 
     def _take(self) -> torch.Tensor:
         if self._full is None:
-            nbytes = self.unit.flat.numel() * self.unit.flat.element_size()
-            self._full = self._communicator.workspace.take(nbytes).view(self.unit.flat.dtype)
+            taken = self._communicator.workspace.take(self.unit.flat_nbytes)
+            self._full = taken.view(self.unit.flat.dtype)
         return self._full
 
     def _collect(self, full: torch.Tensor, slot: Slot) -> None:

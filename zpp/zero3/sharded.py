@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from zpp.agreement import compare
 from zpp.communicator import Communicator
 from zpp.format import BlockFormat, Code
+from zpp.zero3 import heap
 from zpp.zero3.gradients import Gradients
 from zpp.zero3.unit import Owners, Unit
 
@@ -53,6 +54,9 @@ def shard(
     False they stay whole between the two. The root's unit always does.
     prefetch: how many units ahead are gathered while one computes.
 
+    Units are freed and allocated again all the time: from here on glibc's malloc keeps the memory of freed
+    blocks up to the size of the largest unit, for the whole process.
+
     Raises MismatchError if the ranks' initial weights or arguments differ.
     """
     if prefetch < 0:
@@ -72,6 +76,7 @@ def shard(
     for (name, owner), owners in groups:
         unit = Unit(name, owners, communicator, weights, compute_dtype, keep_secondary=hpz)
         made.append((owner, unit))
+    heap.keep_freed_memory(max(unit.flat_nbytes for _, unit in made))
     return Sharded(module, communicator, made, gradients, compute_dtype, reshard_after_forward, prefetch)
 
 

@@ -94,6 +94,11 @@ class Unit:
         self._secondary_version = 0
 
     @property
+    def flat_nbytes(self) -> int:
+        """Bytes of the whole unit in the compute dtype."""
+        return self.flat.numel() * self.flat.element_size()
+
+    @property
     def secondary_nbytes(self) -> int:
         return self._secondary.nbytes if self._secondary is not None else 0
 
@@ -102,7 +107,7 @@ class Unit:
         if self._generation == generation:
             return
         self.free()
-        self._storage.resize_(self.flat.numel() * self.flat.element_size())
+        self._storage.resize_(self.flat_nbytes)
         if self._secondary is not None and self._secondary.holds(generation):
             self._check_unchanged(generation)
             self._gathering = self.communicator.all_gather_secondary(
