@@ -135,3 +135,5 @@ def test_no_group_and_no_transport_is_said() -> None:
 def test_device_without_kernels_is_said() -> None:
     with pytest.raises(zpp.UnavailableError, match="meta"):
         zpp.Communicator(device="meta")
+    with pytest.raises(zpp.UnavailableError, match="cuda:1 yet"):
+        zpp.Communicator(device="cuda:1")

@@ -12,6 +12,7 @@ import zpp.all_reduce
 import zpp.reduce_scatter
 from zpp.agreement import Agreement, compare
 from zpp.engine import Engine
+from zpp.errors import UnavailableError
 from zpp.format import BlockFormat, Formats
 from zpp.kernels import for_device
 from zpp.secondary import SecondaryPartition
@@ -56,6 +57,10 @@ class Communicator:
             raise ValueError(f"span must be at least 1 value, not {span}")
         self.formats = Formats.default() if formats is None else formats
         device = torch.device(device)
+        if device.type == "cuda":
+            raise UnavailableError(
+                f"the collectives do not take tensors on {device} yet: only the kernels do, by themselves"
+            )
         kernels = for_device(device, threads)
         if transport is None:
             transport = _torch_transport(group, ranks_per_node)
