@@ -7,11 +7,11 @@ import pytest
 import torch
 from emulation import Emulator, guarded
 from test_cuda_kernels import DTYPES, REFERENCE
-from test_kernels import NOISE, empty_records, same, sources
+from test_kernels import NOISE, empty_records, joined, pieces, same, sources
 
 from zpp.format import BlockFormat, Code, Rounding
 from zpp.kernels import launch
-from zpp.kernels.cuda import CudaKernels, Parts
+from zpp.kernels.cuda import CudaKernels
 from zpp.kernels.operands import VALUE_TYPES
 
 pytestmark = pytest.mark.skipif(emulation.compiler() is None, reason="no C++ compiler is here")
@@ -76,24 +76,6 @@ def test_nothing_is_touched_beyond_the_ends(
         assert all(buffer.intact() for buffer in (src, out, records, record))
 
 
-def pieces(total: int, dtype: torch.dtype) -> list[tuple[int, torch.Tensor]]:
-    """Tensors over [0, total): some with gaps between them, some on 16-byte boundaries, one empty."""
-    values, made, start = sources(2 * total, dtype)[0][0], [], 5
-    for i, numel in enumerate([700, 0, 1, 4091, 2048, 8192, 1, 1, 333]):
-        start += 32 * (i % 3)
-        if start + numel < total:
-            made.append((start, values[start + i % 2 : start + i % 2 + numel]))
-            start += numel
-    return made
-
-
-def joined(parts: Parts, count: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-    flat = torch.zeros(count * numel, dtype=dtype)
-    for start, tensor in parts:
-        flat[start : start + tensor.numel()] = tensor
-    return flat.view(count, numel)
-
-
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("numel", [1056, 4096, 5000])
@@ -133,9 +115,11 @@ def test_wrong_parts_are_refused(emulator: Emulator) -> None:
     fmt, kernels, kind = BlockFormat(Code.INT8), CudaKernels(emulator), VALUE_TYPES[torch.float32]
     out, part = empty_records(fmt, 64, 2), torch.zeros(64)
     for parts in ([(0, part), (63, part)], [(65, part)], [(64, part), (0, part)], [(-1, part)]):
-        with pytest.raises(ValueError, match=r"segment \[.*\) does not lie between"):
+        with pytest.raises(ValueError, match=r"part \[.*\) does not lie between"):
             kernels.encode_parts(parts, kind, fmt, out, 64)
-    with pytest.raises(TypeError, match="the part at 0 is of torch.float16, not of the type float32"):
+    with pytest.raises(
+        TypeError, match="the part at 0 of torch.float16 cannot be encoded from float32 as int8"
+    ):
         kernels.encode_parts([(0, part.half())], kind, fmt, out, 64)
     with pytest.raises(ValueError, match="the part at 0 must be contiguous"):
         kernels.encode_parts([(0, torch.zeros(64, 2)[:, 0])], kind, fmt, out, 64)

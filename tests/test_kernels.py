@@ -22,6 +22,7 @@ from zpp.format import BlockFormat, Code, Noise, Rounding, ScaleType
 from zpp.kernels import host
 from zpp.kernels.host import HostKernels
 from zpp.kernels.numpy_backend import ReferenceKernels
+from zpp.kernels.operands import VALUE_TYPES, Parts
 
 REFERENCE = ReferenceKernels()
 LIBRARY = host.load_library()
@@ -196,6 +197,51 @@ def test_many_short_chunks(fmt: BlockFormat) -> None:
     for out_fmt in (FORMATS[2], FORMATS[4], FORMATS[9]):
         case, out = f"2 peers to {out_fmt}", empty_records(out_fmt, 33, 210)
         compare(case, out, "decode_reduce_encode", records, fmt, out_fmt, numel=33, noise=NOISE)
+
+
+def pieces(total: int, dtype: torch.dtype) -> list[tuple[int, torch.Tensor]]:
+    """Tensors over [0, total): some with gaps between them, some on 16-byte boundaries, one empty."""
+    values, made, start = sources(2 * total, dtype)[0][0], [], 5
+    for i, numel in enumerate([700, 0, 1, 4091, 2048, 8192, 1, 1, 333]):
+        start += 32 * (i % 3)
+        if start + numel < total:
+            made.append((start, values[start + i % 2 : start + i % 2 + numel]))
+            start += numel
+    return made
+
+
+def joined(parts: Parts, count: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    flat = torch.zeros(count * numel, dtype=dtype)
+    for start, tensor in parts:
+        flat[start : start + tensor.numel()] = tensor
+    return flat.view(count, numel)
+
+
+@needs_the_library
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_parts_are_as_good_as_a_copy_of_them(fmt: BlockFormat, dtype: torch.dtype) -> None:
+    for numel in (0, 1, 1056, 4096, 5000, LONG[0]):
+        parts, kind = pieces(4 * numel, dtype), VALUE_TYPES[dtype]
+        want = empty_records(fmt, numel, 4)
+        REFERENCE.encode(joined(parts, 4, numel, dtype), fmt, want, rows=2, noise=NOISE)
+        for name, kernels in (HOST | THREADED | {"reference": REFERENCE}).items():
+            got = empty_records(fmt, numel, 4)
+            kernels.encode_parts(parts, kind, fmt, got, numel, rows=2, noise=NOISE)
+            assert torch.equal(got, want), (name, numel)
+
+
+@pytest.mark.parametrize("made", [REFERENCE, *list(HOST.values())[:1]], ids=["reference", *list(HOST)[:1]])
+def test_wrong_parts_are_refused(made: HostKernels | ReferenceKernels) -> None:
+    fmt, kind, part = BlockFormat(Code.INT8), VALUE_TYPES[torch.float32], torch.zeros(64)
+    out = empty_records(fmt, 64, 2)
+    for parts in ([(0, part), (63, part)], [(65, part)], [(64, part), (0, part)], [(-1, part)]):
+        with pytest.raises(ValueError, match=r"the part \[.*\) does not lie between"):
+            made.encode_parts(parts, kind, fmt, out, 64)
+    with pytest.raises(TypeError, match="the part at 0 of torch.float16 cannot be encoded from float32"):
+        made.encode_parts([(0, part.half())], kind, fmt, out, 64)
+    with pytest.raises(ValueError, match="the part at 0 must be contiguous"):
+        made.encode_parts([(0, torch.zeros(64, 2)[:, 0])], kind, fmt, out, 64)
 
 
 @needs_the_library

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from zpp.errors import UnavailableError
-from zpp.format import BlockFormat, Noise
+from zpp.format import BlockFormat, Noise, ValueType
+from zpp.kernels.operands import Parts
 
 
 class Kernels(Protocol):
@@ -24,6 +25,19 @@ class Kernels(Protocol):
         self, src: Tensor, fmt: BlockFormat, out: Tensor, *, rows: int = 1, noise: Noise | None = None
     ) -> None:
         """src [count, numel] -> out [count, record_nbytes]; the chunks as a (rows, ...) table, transposed."""
+
+    def encode_parts(
+        self,
+        parts: Parts,
+        kind: ValueType,
+        fmt: BlockFormat,
+        out: Tensor,
+        numel: int,
+        *,
+        rows: int = 1,
+        noise: Noise | None = None,
+    ) -> None:
+        """`encode` of chunks of `numel` values of type `kind` that lie in several tensors."""
 
     def decode(self, records: Tensor, fmt: BlockFormat, out: Tensor, *, rows: int = 1) -> None:
         """records [count, record_nbytes] -> out [count, numel]; `rows` undoes the order that encode gave."""

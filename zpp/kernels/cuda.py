@@ -17,11 +17,8 @@ from torch import Tensor
 from zpp.errors import UnavailableError
 from zpp.format import BlockFormat, Code, Noise, ValueType
 from zpp.kernels import launch, nvrtc, operands
+from zpp.kernels.operands import Parts
 from zpp.layout import RECORD_ALIGNMENT
-
-Parts = Sequence[tuple[int, Tensor]]
-"""Tensors in place of [count, numel]: each one's values, contiguous, stand from that index on, counted
-through all chunks. Ordered; what they leave out is zero for encode and not written by decode."""
 
 Run = Callable[[launch.Launch, torch.device], None]
 
@@ -71,7 +68,7 @@ class CudaKernels:
         _records("out", out, fmt, numel, count)
         operands.table(count, rows)
         device = _device(out=out, **_named(parts))
-        segments = _segments(parts, kind, fmt)
+        segments = _segments(parts, kind, fmt, count * numel)
         for made in launch.encode_segments(segments, kind, fmt, count, numel, rows, noise, out.data_ptr()):
             self._start(made, device)
 
@@ -92,7 +89,7 @@ class CudaKernels:
         _records("records", records, fmt, numel, count)
         operands.table(count, rows)
         device = _device(records=records, **_named(parts))
-        segments = _segments(parts, kind, fmt)
+        segments = _segments(parts, kind, fmt, count * numel)
         for made in launch.decode_segments(records.data_ptr(), fmt, count, numel, rows, segments, kind):
             self._start(made, device)
 
@@ -135,16 +132,13 @@ def _named(parts: Parts) -> dict[str, Tensor]:
     return {f"part {i}": tensor for i, (_, tensor) in enumerate(parts)}
 
 
-def _segments(parts: Parts, kind: ValueType, fmt: BlockFormat) -> list[launch.Segment]:
-    made = []
-    for start, tensor in parts:
-        if not tensor.is_contiguous():
-            raise ValueError(f"the part at {start} must be contiguous, not of strides {tensor.stride()}")
-        if operands.values(f"the part at {start}", tensor.view(1, -1), fmt) is not kind:
-            raise TypeError(f"the part at {start} is of {tensor.dtype}, not of the type {kind.name.lower()}")
-        if tensor.numel():
-            made.append(launch.Segment(start, start + tensor.numel(), tensor.data_ptr()))
-    return made
+def _segments(parts: Parts, kind: ValueType, fmt: BlockFormat, total: int) -> list[launch.Segment]:
+    operands.parts(parts, kind, fmt, total)
+    return [
+        launch.Segment(start, start + tensor.numel(), tensor.data_ptr())
+        for start, tensor in parts
+        if tensor.numel()
+    ]
 
 
 def _records(name: str, tensor: Tensor, fmt: BlockFormat, numel: int, *leading: int) -> None:

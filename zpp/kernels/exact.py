@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from zpp.format import BlockFormat, Noise
+from zpp.format import BlockFormat, Noise, ValueType
 from zpp.kernels import Kernels
+from zpp.kernels.operands import Parts
 
 
 class ExactKernels:
@@ -21,6 +22,19 @@ class ExactKernels:
         self, src: Tensor, fmt: BlockFormat, out: Tensor, *, rows: int = 1, noise: Noise | None = None
     ) -> None:
         self._copies.encode(src, fmt, out, rows=rows, noise=noise)
+
+    def encode_parts(
+        self,
+        parts: Parts,
+        kind: ValueType,
+        fmt: BlockFormat,
+        out: Tensor,
+        numel: int,
+        *,
+        rows: int = 1,
+        noise: Noise | None = None,
+    ) -> None:
+        self._copies.encode_parts(parts, kind, fmt, out, numel, rows=rows, noise=noise)
 
     def decode(self, records: Tensor, fmt: BlockFormat, out: Tensor, *, rows: int = 1) -> None:
         self._copies.decode(records, fmt, out, rows=rows)

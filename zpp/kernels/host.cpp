@@ -1,7 +1,5 @@
 // The C interface of the host kernels: picks the instruction set, cuts the work over threads, copies what is
 // verbatim. The numerics stand in host_kernels.cpp and cuda/numerics.cuh.
-#include <algorithm>
-#include <cstring>
 #include <thread>
 #include <vector>
 
@@ -124,6 +122,22 @@ void zpp_encode(
         if (!verbatim) return kernels.encode(e, k, start, stop);
         uint8_t* record = out + transposed(k, rows, count / rows) * e.record.nbytes;
         std::memcpy(record + start * size, src + (k * stride + start) * size, (stop - start) * size);
+    });
+}
+
+// Values in several parts of memory, in order, in place of the tensor.
+void zpp_encode_parts(
+    int level, int threads, const zpp_part* parts, int64_t part_count, int type, int64_t count, int64_t numel,
+    int64_t rows, const zpp_format* format, const zpp_noise* noise, uint8_t* out) {
+    EncodeParts e{parts, part_count, type, count, rows, record_of(*format, numel), *noise, out};
+    const Kernels& kernels = kernels_of(level);
+    int64_t size = size_of(type);
+    bool verbatim = format->code == type;
+    for (int64_t k = 0; k < count; ++k) clear_padding(e.record, out + k * e.record.nbytes);
+    for_pieces(count, numel, threads, [&](int64_t k, int64_t start, int64_t stop) {
+        if (!verbatim) return kernels.encode_parts(e, k, start, stop);
+        uint8_t* record = out + transposed(k, rows, count / rows) * e.record.nbytes;
+        copy_parts(parts, part_count, k * numel + start, k * numel + stop, size, record + start * size);
     });
 }
 

@@ -1,7 +1,9 @@
 // The plain C interface of the host kernels, and the table of functions that each instruction set fills.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+#include <cstring>
 
 extern "C" {
 
@@ -14,6 +16,12 @@ struct zpp_format {
 // zpp.format.Noise.
 struct zpp_noise {
     uint64_t seed, stream, offset, pitch;
+};
+
+// Values [start, stop) of all chunks, counted through them, lie at `data`.
+struct zpp_part {
+    int64_t start, stop;
+    const uint8_t* data;
 };
 
 }  // extern "C"
@@ -37,6 +45,17 @@ struct Encode {
     uint8_t* out;
 };
 
+// The chunks' values lie in `part_count` parts, in order; what these leave out is zero.
+struct EncodeParts {
+    const zpp_part* parts;
+    int64_t part_count;
+    int32_t type;
+    int64_t count, rows;
+    Record record;
+    zpp_noise noise;
+    uint8_t* out;
+};
+
 struct Decode {
     const uint8_t* const* records;  // of each peer [count], summed over the peers in order
     int64_t peers, count, rows;
@@ -55,8 +74,21 @@ struct DecodeEncode {
     uint8_t* out;
 };
 
+// Copy values [first, last) of the chunks, of `size` bytes each, out of the parts.
+inline void copy_parts(
+    const zpp_part* parts, int64_t part_count, int64_t first, int64_t last, int64_t size, uint8_t* to) {
+    auto ends_before = [](const zpp_part& part, int64_t i) { return part.stop <= i; };
+    std::memset(to, 0, (last - first) * size);
+    for (auto p = std::lower_bound(parts, parts + part_count, first, ends_before); p < parts + part_count; ++p) {
+        int64_t a = std::max(p->start, first), b = std::min(p->stop, last);
+        if (p->start >= last) return;
+        if (a < b) std::memcpy(to + (a - first) * size, p->data + (a - p->start) * size, (b - a) * size);
+    }
+}
+
 struct Kernels {
     void (*encode)(const Encode&, int64_t k, int64_t start, int64_t stop);
+    void (*encode_parts)(const EncodeParts&, int64_t k, int64_t start, int64_t stop);
     void (*decode)(const Decode&, int64_t k, int64_t start, int64_t stop);
     void (*decode_reduce_encode)(const DecodeEncode&, int64_t k, int64_t start, int64_t stop);
 };

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from zpp.format import BlockFormat, Noise, Rounding
+from zpp.format import BlockFormat, Noise, Rounding, ValueType
 from zpp.kernels import operands
 
 
@@ -27,10 +27,17 @@ class _Noise(ctypes.Structure):
     _fields_ = [(name, ctypes.c_uint64) for name in ("seed", "stream", "offset", "pitch")]
 
 
+class _Part(ctypes.Structure):
+    _fields_ = [("start", ctypes.c_int64), ("stop", ctypes.c_int64), ("data", ctypes.c_void_p)]
+
+
 _NO_NOISE = _Noise(0, 0, 0, 0)
 _POINTER, _INT, _LONG = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
 _SIGNATURES = {
     "zpp_encode": [_INT, _INT, _POINTER, _INT, _LONG, _LONG, _LONG, _LONG, _POINTER, _POINTER, _POINTER],
+    "zpp_encode_parts": [
+        *(_INT, _INT, _POINTER, _LONG, _INT, _LONG, _LONG, _LONG, _POINTER, _POINTER, _POINTER)
+    ],
     "zpp_decode": [_INT, _INT, _POINTER, _POINTER, _LONG, _LONG, _LONG, _POINTER, _INT, _LONG],
     "zpp_decode_reduce": [
         *(_INT, _INT, _POINTER, _POINTER, _LONG, _LONG, _LONG, ctypes.c_float, _POINTER, _INT, _LONG)
@@ -102,6 +109,36 @@ class HostKernels:
             src.data_ptr(),
             kind,
             _row_stride(src),
+            count,
+            numel,
+            rows,
+            ctypes.byref(_format(fmt)),
+            ctypes.byref(_noise(fmt, noise)),
+            out.data_ptr(),
+        )
+
+    def encode_parts(
+        self,
+        parts: operands.Parts,
+        kind: ValueType,
+        fmt: BlockFormat,
+        out: Tensor,
+        numel: int,
+        *,
+        rows: int = 1,
+        noise: Noise | None = None,
+    ) -> None:
+        count = out.shape[0]
+        operands.records("out", out, fmt, numel, count)
+        operands.table(count, rows)
+        operands.parts(parts, kind, fmt, count * numel)
+        table = [_Part(start, start + tensor.numel(), tensor.data_ptr()) for start, tensor in parts]
+        self._library.zpp_encode_parts(
+            self.level,
+            self._threads,
+            (_Part * len(table))(*table),
+            len(table),
+            kind,
             count,
             numel,
             rows,

@@ -168,6 +168,26 @@ void encode(const Encode& e, int64_t k, int64_t start, int64_t stop) {
     }
 }
 
+template <int TYPE> void encode_parts_type(const EncodeParts& e, int64_t k, int64_t start, int64_t stop) {
+    uint8_t* record = e.out + transposed(k, e.rows, e.count / e.rows) * e.record.nbytes;
+    int64_t base = k * e.record.numel;
+    if (e.record.format.rotate) {
+        PartedRow<TYPE, true> row(e.parts, e.part_count, base, e.record.numel);
+        write_record(e.record, e.noise, k, start, stop, row, record);
+    } else {
+        PartedRow<TYPE, false> row(e.parts, e.part_count, base, e.record.numel);
+        write_record(e.record, e.noise, k, start, stop, row, record);
+    }
+}
+
+void encode_parts(const EncodeParts& e, int64_t k, int64_t start, int64_t stop) {
+    switch (e.type) {
+        case FLOAT32: return encode_parts_type<FLOAT32>(e, k, start, stop);
+        case BFLOAT16: return encode_parts_type<BFLOAT16>(e, k, start, stop);
+        case FLOAT16: return encode_parts_type<FLOAT16>(e, k, start, stop);
+    }
+}
+
 template <int CODE, int TYPE, Turn TURN> void decode_values(const Decode& d, int64_t k, int64_t start, int64_t stop) {
     int64_t offset = transposed(k, d.rows, d.count / d.rows) * d.record.nbytes;
     TurnedSum<CODE, TURN> source(d.record, d.records, d.peers, offset);
@@ -221,7 +241,7 @@ void decode_reduce_encode(const DecodeEncode& c, int64_t k, int64_t start, int64
 }  // namespace
 
 extern const Kernels table;
-const Kernels table = {encode, decode, decode_reduce_encode};
+const Kernels table = {encode, encode_parts, decode, decode_reduce_encode};
 
 }  // namespace ZPP_ISA
 }  // namespace zpp

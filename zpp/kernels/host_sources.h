@@ -39,6 +39,41 @@ template <int TYPE, bool ROTATE> class Row {
     int64_t numel_;
 };
 
+// A row of values in several parts of memory, rotated where the format says so. `base` counts the values of
+// the chunks before. A stretch lies in one part, or is one group put together here.
+template <int TYPE, bool ROTATE> class PartedRow {
+   public:
+    PartedRow(const zpp_part* parts, int64_t part_count, int64_t base, int64_t numel)
+        : part_(parts), end_(parts + part_count), base_(base), numel_(numel), row_(nullptr, numel) {}
+
+    ZPP_FN int64_t move_to(int64_t i, int64_t limit) {
+        while (part_ < end_ && part_->stop <= base_ + i) ++part_;
+        if (part_ < end_ && part_->start <= base_ + i) {
+            int64_t whole = (smaller(part_->stop - base_, limit) - i) / GROUP * GROUP;
+            row_ = Row<TYPE, ROTATE>(part_->data + (base_ - part_->start) * SIZE, numel_);
+            if (whole) return i + whole;
+        }
+        int64_t stop = smaller(i + GROUP, limit);
+        copy_parts(part_, end_ - part_, base_ + i, base_ + stop, SIZE, group_);
+        row_ = Row<TYPE, ROTATE>(group_ - i * SIZE, numel_);
+        return stop;
+    }
+    ZPP_FN bool plain() const { return false; }
+    ZPP_FN int64_t peers() const { return 0; }
+    ZPP_FN int64_t numel() const { return numel_; }
+    template <bool PLAIN, int PEERS> ZPP_FN Group group(int64_t i) const {
+        return row_.template group<PLAIN, PEERS>(i);
+    }
+    ZPP_FN Group short_group(int64_t i) const { return row_.short_group(i); }
+
+   private:
+    static constexpr int SIZE = Values<TYPE>::SIZE;
+    const zpp_part *part_, *end_;
+    int64_t base_, numel_;
+    uint8_t group_[GROUP * SIZE];
+    Row<TYPE, ROTATE> row_;
+};
+
 // The sum of the records that stand `offset` bytes into each peer's, in order, in the format's own domain. A stretch is what
 // shares a scale. In plain stretches the values come out times `unit`, a power of two.
 template <int CODE> class Sum {

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from zpp import reference
-from zpp.format import BlockFormat, Noise
+from zpp.format import BlockFormat, Noise, ValueType
 from zpp.kernels import operands
 
 
@@ -40,6 +40,27 @@ class ReferenceKernels:
         operands.records("out", out, fmt, src.shape[1], src.shape[0])
         operands.table(src.shape[0], rows)
         as_array(out)[:] = reference.encode(as_array(src), kind, fmt, rows=rows, noise=noise)
+
+    def encode_parts(
+        self,
+        parts: operands.Parts,
+        kind: ValueType,
+        fmt: BlockFormat,
+        out: Tensor,
+        numel: int,
+        *,
+        rows: int = 1,
+        noise: Noise | None = None,
+    ) -> None:
+        count = out.shape[0]
+        operands.records("out", out, fmt, numel, count)
+        operands.table(count, rows)
+        operands.parts(parts, kind, fmt, count * numel)
+        flat = np.zeros(count * numel, reference.NUMPY_TYPE[kind])
+        for start, tensor in parts:
+            flat[start : start + tensor.numel()] = as_array(tensor.view(-1))
+        made = reference.encode(flat.reshape(count, numel), kind, fmt, rows=rows, noise=noise)
+        as_array(out)[:] = made
 
     def decode(self, records: Tensor, fmt: BlockFormat, out: Tensor, *, rows: int = 1) -> None:
         kind = operands.values("out", out, fmt)

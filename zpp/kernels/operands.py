@@ -9,6 +9,10 @@ from torch import Tensor
 
 from zpp.format import BlockFormat, Code, ValueType
 
+Parts = Sequence[tuple[int, Tensor]]
+"""Tensors in place of one [count, numel]: each one's values, contiguous, stand from that index on, counted
+through all chunks. Ordered; what they leave out is zero for encode and not written by decode."""
+
 VALUE_TYPES = {
     torch.float32: ValueType.FLOAT32,
     torch.bfloat16: ValueType.BFLOAT16,
@@ -27,6 +31,25 @@ def values(name: str, tensor: Tensor, fmt: BlockFormat) -> ValueType:
     if kind is None or (kind is ValueType.BYTE) != (fmt.code is Code.BYTE):
         raise TypeError(f"{name} of {tensor.dtype} cannot be encoded as {fmt}")
     return kind
+
+
+def parts(tensors: Parts, kind: ValueType, fmt: BlockFormat, total: int) -> None:
+    """Parts of `total` values: in order, apart, contiguous, all of one type."""
+    end = 0
+    for start, tensor in tensors:
+        stop = start + tensor.numel()
+        if not end <= start <= stop <= total:
+            raise ValueError(
+                f"the part [{start}, {stop}) does not lie between {end}, where the one before ends, and "
+                f"{total}, the number of values"
+            )
+        if not tensor.is_contiguous():
+            raise ValueError(f"the part at {start} must be contiguous, not of strides {tensor.stride()}")
+        if VALUE_TYPES.get(tensor.dtype) is not kind or (kind is ValueType.BYTE) != (fmt.code is Code.BYTE):
+            raise TypeError(
+                f"the part at {start} of {tensor.dtype} cannot be encoded from {kind.name.lower()} as {fmt}"
+            )
+        end = stop
 
 
 def records(name: str, tensor: Tensor, fmt: BlockFormat, numel: int, *leading: int) -> None:
