@@ -16,7 +16,7 @@ LAYERS = (
     ("zpp.errors", "zpp.version"),
     ("zpp.layout", "zpp.topology", "zpp.agreement", "zpp.pipeline"),
     ("zpp.format", "zpp.checks", "zpp.stats", "zpp.workspace"),
-    ("zpp.reference",),
+    ("zpp.parted", "zpp.reference"),
     # Kernels and transports, which know nothing of one another.
     ("zpp.kernels.launch", "zpp.kernels.operands", "zpp.kernels.source", "zpp.transport"),
     ("zpp.kernels.nvrtc", "zpp.transport.node_memory"),

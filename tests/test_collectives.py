@@ -138,6 +138,34 @@ def test_all_reduce_gives_every_rank_the_same_sum(
         assert float((everyone[0].double() - want).norm() / want.norm()) < 0.15
 
 
+@pytest.mark.parametrize(("world", "per_node"), [(1, 1), (2, 1), (4, 2), (6, 3)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64])
+def test_parts_are_reduced_as_the_tensor_that_they_stand_for(
+    world: int, per_node: int, dtype: torch.dtype
+) -> None:
+    """Also where ranks lack different parts, or all, and where a tensor goes in several spans."""
+    numel = 3 * 4096 + 7
+
+    def body(transport: InProcessTransport) -> tuple[torch.Tensor, torch.Tensor]:
+        zp, rank = communicator(transport, span=world * 4096), transport.topology.rank
+        full, parts = torch.zeros(world * numel, dtype=dtype), []
+        for i, start in enumerate(range(64 * rank + 5, world * numel - 5000, 5000)):
+            if (i + rank) % 3 and rank < 3:
+                values = (100 * torch.randn(70, 4 + i, generator=torch.Generator().manual_seed(i))).to(dtype)
+                parts.append((start, values))
+                full[start : start + values.numel()] = values.flatten()
+        got, want = (torch.empty(numel, dtype=dtype) for _ in range(2))
+        op = dist.ReduceOp.SUM
+        zp.reduce_scatter(want, full, op=op, formats=(INT8, ROTATED))
+        zp.reduce_scatter(got, zpp.PartedTensor(world * numel, dtype, parts), op=op, formats=(INT8, ROTATED))
+        zp.close()
+        return got, want
+
+    for got, want in run(world, per_node, body):
+        assert want.any()
+        assert torch.equal(expected.bits(got), expected.bits(want))
+
+
 def test_works_may_be_waited_on_in_any_order() -> None:
     def body(transport: InProcessTransport) -> bool:
         zp = communicator(transport)

@@ -29,6 +29,20 @@ def test_wrong_arguments_name_the_numbers_and_leave_the_communicator_usable() ->
             zp.reduce_scatter(shard, full.double())
         with pytest.raises(ValueError, match="is on meta"):
             zp.all_gather(full.to("meta"), shard)
+        for parts, match in [
+            ([(0, full[:9]), (8, full[:9])], "part of input at 8 has 9 values: .* between 9, .* and 40, the"),
+            (
+                [(32, full[:9])],
+                "part of input at 32 has 9 values: .* between 0, .* and 40, the length of input",
+            ),
+            ([(3, torch.ones(4, 2)[:, 0])], "part of input at 3 .* is not contiguous"),
+        ]:
+            with pytest.raises(ValueError, match=match):
+                zp.reduce_scatter(shard, zpp.PartedTensor(40, torch.float32, parts))
+        with pytest.raises(TypeError, match="part of input at 3 is torch.float64, not torch.float32"):
+            zp.reduce_scatter(shard, zpp.PartedTensor(40, torch.float32, [(3, torch.ones(4).double())]))
+        with pytest.raises(ValueError, match="input has 41 values and output 10"):
+            zp.reduce_scatter(shard, zpp.PartedTensor(41, torch.float32, []))
         with pytest.raises(TypeError, match="only dense"):
             zp.all_reduce(torch.ones(4).to_sparse())
         with pytest.raises(TypeError, match="must be a torch.Tensor, not list"):

@@ -7,6 +7,7 @@ from zpp import zero3
 from zpp.communicator import Communicator
 from zpp.errors import MismatchError, PeerError, StaleSecondaryError, UnavailableError, ZppError
 from zpp.format import BlockFormat, Code, Formats, Rounding, ScaleType
+from zpp.parted import PartedTensor
 from zpp.secondary import SecondaryPartition
 from zpp.topology import Axis, Topology
 from zpp.version import __version__
@@ -18,6 +19,7 @@ __all__ = [
     "Communicator",
     "Formats",
     "MismatchError",
+    "PartedTensor",
     "PeerError",
     "Rounding",
     "ScaleType",

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 
 from zpp.topology import Topology
+
+
+class Values(Protocol):
+    """What a tensor and what stands in for one have in common."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def numel(self) -> int: ...
 
 
 def tensor(name: str, value: torch.Tensor, device: torch.device) -> None:
@@ -17,13 +28,11 @@ def tensor(name: str, value: torch.Tensor, device: torch.device) -> None:
     if not value.is_contiguous():
         raise ValueError(
             f"{name} of shape {tuple(value.shape)} and strides {value.stride()} is not contiguous: "
-            "pass name.contiguous()".replace("name", name)
+            "call .contiguous() on it first"
         )
 
 
-def multiple(
-    long_name: str, long: torch.Tensor, short_name: str, short: torch.Tensor, topology: Topology
-) -> None:
+def multiple(long_name: str, long: Values, short_name: str, short: torch.Tensor, topology: Topology) -> None:
     """The long tensor holds one short tensor for each rank."""
     if long.numel() != topology.world_size * short.numel():
         raise ValueError(
@@ -33,6 +42,6 @@ def multiple(
         )
 
 
-def same_dtype(a_name: str, a: torch.Tensor, b_name: str, b: torch.Tensor) -> None:
+def same_dtype(a_name: str, a: torch.Tensor, b_name: str, b: Values) -> None:
     if a.dtype != b.dtype:
         raise TypeError(f"{a_name} is {a.dtype} and {b_name} is {b.dtype}: they must be of one dtype")

@@ -15,6 +15,7 @@ from zpp.engine import Engine
 from zpp.errors import UnavailableError
 from zpp.format import BlockFormat, Formats
 from zpp.kernels import for_device
+from zpp.parted import PartedTensor
 from zpp.secondary import SecondaryPartition
 from zpp.stats import Stats
 from zpp.topology import Topology
@@ -125,7 +126,7 @@ class Communicator:
     def reduce_scatter(
         self,
         output: torch.Tensor,
-        input: torch.Tensor,
+        input: torch.Tensor | PartedTensor,
         *,
         op: dist.ReduceOp.RedOpType = dist.ReduceOp.AVG,
         factor: float = 1.0,
@@ -134,6 +135,7 @@ class Communicator:
     ) -> Work | None:
         """Reduce `input` (world_size * n values) and leave this rank's part in `output` (n values): qgZ.
 
+        input may be several tensors, which are encoded where they are: a `PartedTensor`.
         formats: inside the node, and between nodes. See `zpp.reduce_scatter.reduce_scatter`.
         """
         if formats is None:

@@ -23,6 +23,7 @@ from zpp.format import BlockFormat, Code, ValueType
 from zpp.kernels import Kernels
 from zpp.kernels.exact import ExactKernels
 from zpp.layout import spans
+from zpp.parted import PartedTensor
 from zpp.topology import Axis
 from zpp.work import Work
 
@@ -35,6 +36,7 @@ class _Call:
     kernels: Kernels
     intra: BlockFormat
     inter: BlockFormat
+    wire: ValueType
     factor: float
     streams: tuple[int, int]
     shard_numel: int
@@ -45,7 +47,8 @@ class _Job:
     """One span of one reduce-scatter; its three stages run in the three lanes of the reduction pipeline."""
 
     call: _Call
-    full: torch.Tensor
+    full: torch.Tensor | PartedTensor | None
+    """The span of all ranks' chunks; let go of once it is encoded."""
     shard: torch.Tensor
     offset: int
 
@@ -53,8 +56,9 @@ class _Job:
         self.engine, self.kernels = self.call.engine, self.call.kernels
         self.intra, self.inter = self.call.intra, self.call.inter
         self.local, self.nodes = self.engine.topology.ranks_per_node, self.engine.topology.nodes
-        self.numel = self.full.shape[1]
-        self.logical = self.numel * self.full.element_size()
+        assert self.full is not None
+        self.numel = self.full.numel() // self.engine.topology.world_size
+        self.logical = self.numel * self.full.dtype.itemsize
 
     def submit(self) -> Future[None]:
         return self.engine.reductions.submit((self.encode, self.reduce_and_cross_nodes, self.reduce))
@@ -68,8 +72,14 @@ class _Job:
         first = self.intra if self.local > 1 else self.inter
         self.send = self._take(first, world)
         noise = self.engine.noise(first, self.call.streams[0], self.offset, self.call.shard_numel)
-        rows = self.nodes if self.local > 1 else 1
-        self.kernels.encode(self.full, first, self.send.view(world, -1), rows=rows, noise=noise)
+        rows, out = self.nodes if self.local > 1 else 1, self.send.view(world, -1)
+        if isinstance(self.full, PartedTensor):
+            parts, kind = self.full.parts, self.call.wire
+            self.kernels.encode_parts(parts, kind, first, out, self.numel, rows=rows, noise=noise)
+        else:
+            assert self.full is not None
+            self.kernels.encode(self.full, first, out, rows=rows, noise=noise)
+        self.full = None
         if self.local > 1:
             self._cross(Axis.INTRA, self.nodes * self.logical)
 
@@ -110,7 +120,7 @@ def factor_of(op: dist.ReduceOp.RedOpType, factor: float, dtype: torch.dtype, wo
 def reduce_scatter(
     engine: Engine,
     shard: torch.Tensor,
-    full: torch.Tensor,
+    full: torch.Tensor | PartedTensor,
     formats: tuple[BlockFormat, BlockFormat],
     *,
     op: dist.ReduceOp.RedOpType = dist.ReduceOp.AVG,
@@ -124,7 +134,10 @@ def reduce_scatter(
     Dtypes that no format encodes are summed exactly in their own arithmetic, counted in stats.
     """
     checks.tensor("output", shard, engine.device)
-    checks.tensor("input", full, engine.device)
+    if isinstance(full, PartedTensor):
+        full.check("input", engine.device)
+    else:
+        checks.tensor("input", full, engine.device)
     checks.multiple("input", full, "output", shard, engine.topology)
     if shard.dtype not in VALUE_TYPES or full.dtype not in VALUE_TYPES:
         checks.same_dtype("output", shard, "input", full)
@@ -142,20 +155,34 @@ def reduce_scatter(
     engine.agreement.check(statement)
     engine.stats.call("reduce_scatter")
     if engine.topology.world_size == 1:
-        shard.view(-1).copy_(full.view(-1))
+        if isinstance(full, PartedTensor):
+            full.copy_to(shard.view(-1))
+        else:
+            shard.view(-1).copy_(full.view(-1))
         if factor != 1.0:
             shard.mul_(factor)
         return Work("reduce_scatter", [], shard)
 
     streams = engine.next_stream(), engine.next_stream()
     intra, inter = (fmt.resolve(wire) for fmt in formats)
-    call = _Call(engine, kernels, intra, inter, factor, streams, shard.numel())
-    parts, flat = full.view(engine.topology.world_size, -1), shard.view(1, -1)
-    as_bytes = full.element_size() if wire is ValueType.BYTE else 1
-    if wire is ValueType.BYTE:
-        parts = parts.view(torch.uint8)
+    call = _Call(engine, kernels, intra, inter, wire, factor, streams, shard.numel())
+    flat = shard.view(1, -1)
     jobs = [
-        _Job(call, parts[:, a * as_bytes : b * as_bytes], flat[:, a:b], a)
+        _Job(call, _columns(full, engine.topology.world_size, a, b, wire), flat[:, a:b], a)
         for a, b in spans(flat.shape[1], engine.shard_span())
     ]
     return Work("reduce_scatter", [job.submit() for job in jobs], shard)
+
+
+def _columns(
+    full: torch.Tensor | PartedTensor, rows: int, first: int, last: int, wire: ValueType
+) -> torch.Tensor | PartedTensor:
+    """Columns [first, last) of the values as a table, in bytes where no format encodes them."""
+    if isinstance(full, PartedTensor):
+        cut = full.columns(rows, first, last)
+        return cut.as_bytes() if wire is ValueType.BYTE else cut
+    table = full.view(rows, -1)
+    if wire is ValueType.BYTE:
+        size = full.element_size()
+        return table.view(torch.uint8)[:, first * size : last * size]
+    return table[:, first:last]

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from zpp.communicator import Communicator
 from zpp.format import BlockFormat
+from zpp.parted import PartedTensor
 from zpp.work import Work
 from zpp.zero3.unit import Slot, Unit
 
@@ -28,8 +29,7 @@ class Gradients:
     ) -> None:
         self.unit, self._communicator, self._formats, self._complete = unit, communicator, formats, complete
         self._slots = [slot for slot in unit.slots if slot.full.requires_grad]
-        self._arrived: list[Slot] = []
-        self._full: torch.Tensor | None = None
+        self._arrived: list[tuple[int, torch.Tensor]] = []  # where a gradient starts in the unit
         self._shard: torch.Tensor | None = None
         self._work: Work | None = None
         for slot in self._slots:
@@ -39,33 +39,18 @@ class Gradients:
     def trainable(self) -> bool:
         return bool(self._slots)
 
-    def _take(self) -> torch.Tensor:
-        if self._full is None:
-            taken = self._communicator.workspace.take(self.unit.flat_nbytes)
-            self._full = taken.view(self.unit.flat.dtype)
-        return self._full
-
     def _collect(self, full: torch.Tensor, slot: Slot) -> None:
         assert full.grad is not None
-        self._take()[slot.start : slot.stop].view(full.shape).copy_(full.grad)
+        self._arrived.append((slot.start, full.grad.contiguous()))
         full.grad = None
-        self._arrived.append(slot)
         if len(self._arrived) == len(self._slots):
             self._complete()
 
-    def _zero_gaps(self, flat: torch.Tensor) -> None:
-        """Padding, frozen parameters and parameters that took no part count as zero."""
-        end = 0
-        for slot in sorted(self._arrived, key=lambda slot: slot.start):
-            flat[end : slot.start].zero_()
-            end = slot.stop
-        flat[end:].zero_()
-
     def reduce(self) -> None:
-        """Start the reduce-scatter of what has arrived."""
-        flat = self._take()
-        self._zero_gaps(flat)
-        self._arrived.clear()
+        """Start the reduce-scatter of what has arrived: frozen and unused parameters count as zero."""
+        in_order = sorted(self._arrived, key=lambda arrived: (arrived[0], arrived[1].numel()))
+        self._arrived = []
+        flat = PartedTensor(self.unit.flat.numel(), self.unit.flat.dtype, in_order)
         self._shard = torch.empty(self.unit.shard_numel)
         self._work = self._communicator.reduce_scatter(
             self._shard, flat, op=dist.ReduceOp.AVG, formats=self._formats, async_op=True
@@ -76,8 +61,7 @@ class Gradients:
         if self._work is None:
             return
         self._work.wait()
-        assert self._full is not None and self._shard is not None
-        self._communicator.workspace.give(self._full.view(torch.uint8))
+        assert self._shard is not None
         rank = self._communicator.topology.rank
         first = rank * self.unit.shard_numel
         for slot in self._slots:
@@ -88,4 +72,4 @@ class Gradients:
                 slot.part.grad = gradient
             else:
                 slot.part.grad += gradient
-        self._full = self._shard = self._work = None
+        self._shard = self._work = None
