@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -116,6 +117,7 @@ class World:
     def run_turn(self, on_step: Callable[[int], None]) -> None:
         """Let the ranks go on until they pause or end; raise RankFailedError about the first that failed."""
         if self._turn:
+            self._signal(signal.SIGCONT)
             os.write(self._turns, bytes(len(self._ranks)))
         self._turn += 1
         step, since = 0, time.monotonic()
@@ -129,6 +131,12 @@ class World:
                 )
             on_step(step)
             time.sleep(_POLL_SECONDS)
+        if self._turn < self._case.turns:
+            self._signal(signal.SIGSTOP)  # gloo's threads wake a hundred times a second, whatever happens
+
+    def _signal(self, number: signal.Signals) -> None:
+        for rank in self._ranks:
+            rank.process.send_signal(number)
 
     def _turn_is_over(self) -> bool:
         states = [rank.process.poll() for rank in self._ranks]
