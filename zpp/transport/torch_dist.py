@@ -19,6 +19,8 @@ from zpp.workspace import Heap, Memory
 # torch 2.13 renamed the tensor collectives and warns about the old name; 2.9 to 2.12 have only the old one.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
+_TAGS = {channel: tag for tag, channel in enumerate(Channel)}
+
 
 def detect_topology(group: dist.ProcessGroup) -> Topology:
     """The topology by host names. A collective call over the group."""
@@ -54,7 +56,8 @@ class _Messages:
 class TorchTransport:
     """Messages over `group`; inside nodes, where the system allows it, through shared memory.
 
-    Subgroups for both axes and both channels are made up front: making one is a collective call.
+    A subgroup for each axis is made up front, since making one is a collective call. Its two channels are
+    told apart by tags: threads and sockets of their own would cost every step, and use the link no better.
     """
 
     def __init__(self, group: dist.ProcessGroup, topology: Topology) -> None:
@@ -62,15 +65,14 @@ class TorchTransport:
         self._world = group
         # Subgroups give up on a peer after as long as the group that they come from.
         self._timeout: timedelta = group._get_backend(torch.device("cpu")).options._timeout
-        self._groups: dict[tuple[Channel, Axis], dist.ProcessGroup] = {}
+        self._groups: dict[Axis, dist.ProcessGroup] = {}
         nodes = f"{topology.nodes} nodes of {topology.ranks_per_node} ranks"
         compare(self.exchange, nodes)  # ranks that disagree would make different subgroups, and hang
         self._node = node_memory.join(topology, self.exchange, self._timeout.total_seconds())
         self.memory: Memory = Heap(torch.device("cpu")) if self._node is None else self._node.arena
-        for channel in Channel:
-            for axis in (Axis.INTRA, Axis.INTER):
-                if topology.size(axis) > 1 and not self.reads_in_place(axis):
-                    self._groups[channel, axis] = self._own_subgroup(axis)
+        for axis in (Axis.INTRA, Axis.INTER):
+            if topology.size(axis) > 1 and not self.reads_in_place(axis):
+                self._groups[axis] = self._own_subgroup(axis)
 
     def _own_subgroup(self, axis: Axis) -> dist.ProcessGroup:
         """This rank's group of the axis, made together with whoever has to take part."""
@@ -109,7 +111,7 @@ class TorchTransport:
         gloo's own collectives copy: its all-gather passes everything through a buffer that it allocates.
         """
         assert recv is not None
-        group = self._groups[channel, axis]
+        group, tag = self._groups[axis], _TAGS[channel]
         size, me = len(parts), group.rank()
         received = list(recv.view(size, -1))
         received[me] = parts[me]
@@ -119,8 +121,8 @@ class TorchTransport:
             return hop
         peers = [(me + distance) % size for distance in range(1, size)]  # not all at the same one first
         try:
-            hop.works += [group.recv([received[peer]], peer, 0) for peer in peers]
-            hop.works += [group.send([parts[peer]], peer, 0) for peer in peers]
+            hop.works += [group.recv([received[peer]], peer, tag) for peer in peers]
+            hop.works += [group.send([parts[peer]], peer, tag) for peer in peers]
         except RuntimeError as error:
             raise PeerError(f"{what} failed: {error}") from error
         return hop
