@@ -121,8 +121,8 @@ class TorchTransport:
             return hop
         peers = [(me + distance) % size for distance in range(1, size)]  # not all at the same one first
         try:
-            hop.works += [group.recv([received[peer]], peer, tag) for peer in peers]
             hop.works += [group.send([parts[peer]], peer, tag) for peer in peers]
+            hop.works += [group.recv([received[peer]], peer, tag) for peer in peers]
         except RuntimeError as error:
             raise PeerError(f"{what} failed: {error}") from error
         return hop
