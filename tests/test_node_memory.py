@@ -27,6 +27,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs memfd_cre
 
 INT8 = BlockFormat(Code.INT8, block=512)
 INT4 = BlockFormat(Code.INT4, block=128, rotate=True)
+Recv = Sequence[torch.Tensor] | None
 
 
 def join(transport: InProcessTransport, timeout: float = 20.0) -> NodeMemory:
@@ -59,12 +60,12 @@ class InPlaceTransport:
     def reads_in_place(self, axis: Axis) -> bool:
         return axis is Axis.INTRA
 
-    def all_gather(self, channel: Channel, axis: Axis, send: torch.Tensor, recv: torch.Tensor | None) -> Hop:
+    def all_gather(self, channel: Channel, axis: Axis, send: torch.Tensor, recv: Recv) -> Hop:
         if axis is Axis.INTRA:
             return SlowReader(self._node.start(channel, send, scatter=False), self._delay)
         return self._between.all_gather(channel, axis, send, recv)
 
-    def all_to_all(self, channel: Channel, axis: Axis, send: torch.Tensor, recv: torch.Tensor | None) -> Hop:
+    def all_to_all(self, channel: Channel, axis: Axis, send: torch.Tensor, recv: Recv) -> Hop:
         if axis is Axis.INTRA:
             return SlowReader(self._node.start(channel, send, scatter=True), self._delay)
         return self._between.all_to_all(channel, axis, send, recv)
@@ -81,24 +82,26 @@ def test_members_read_the_whole_or_their_parts() -> None:
     def body(transport: InProcessTransport) -> None:
         node, me = join(transport), transport.topology.local_rank
         for nbytes in (0, 3, 3 * 5000):
-            send = node.arena.allocate(nbytes)
+            send = node.arena.allocate(nbytes).view(3, nbytes // 3)
             send.fill_(10 + transport.topology.rank)
             for scatter in (False, True):
                 hop = node.start(Channel.GATHER, send, scatter=scatter)
                 got = hop.receive()
                 size = nbytes // 3 if scatter else nbytes
                 first = transport.topology.node * 3
-                assert [part.tolist() for part in got] == [[10 + first + i] * size for i in range(3)]
+                assert [part.flatten().tolist() for part in got] == [
+                    [10 + first + i] * size for i in range(3)
+                ]
                 transport.exchange(b"read")
                 assert not hop.returned(wait=False)
                 transport.exchange(b"seen")
                 hop.release()
                 assert hop.returned(wait=True)
                 transport.exchange(b"done")
-        numbers = node.arena.allocate(3)
-        numbers.copy_(torch.arange(3) + 10 * me)
+        numbers = node.arena.allocate(3).view(3, 1)
+        numbers.copy_((torch.arange(3) + 10 * me).view(3, 1))
         hop = node.start(Channel.REDUCE, numbers, scatter=True)
-        assert [part.tolist() for part in hop.receive()] == [[10 * i + me] for i in range(3)]
+        assert [part.tolist() for part in hop.receive()] == [[[10 * i + me]] for i in range(3)]
         transport.exchange(b"read")
         node.close()
 
@@ -175,7 +178,7 @@ def test_the_test_above_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_peer_that_has_ended_is_noticed_at_once() -> None:
     def body(transport: InProcessTransport) -> None:
         node = join(transport)
-        send = node.arena.allocate(64)
+        send = node.arena.allocate(64).view(1, 64)
         hop = node.start(Channel.GATHER, send, scatter=False)
         hop.receive()
         transport.exchange(b"read")
@@ -197,7 +200,7 @@ def test_a_peer_that_stays_away_is_named_within_the_timeout() -> None:
     def body(transport: InProcessTransport) -> None:
         node = join(transport, timeout=0.2)
         if transport.topology.rank == 0:
-            hop = node.start(Channel.GATHER, node.arena.allocate(64), scatter=False)
+            hop = node.start(Channel.GATHER, node.arena.allocate(64).view(1, 64), scatter=False)
             with pytest.raises(zpp.PeerError, match=r"rank 1 sent nothing within 0.2 s"):
                 hop.receive()
             assert not hop.returned(wait=False)
@@ -213,7 +216,7 @@ def test_ranks_that_disagree_on_the_size_are_told() -> None:
     def body(transport: InProcessTransport) -> None:
         node = join(transport)
         mine = 64 + transport.topology.rank
-        hop = node.start(Channel.GATHER, node.arena.allocate(mine), scatter=False)
+        hop = node.start(Channel.GATHER, node.arena.allocate(mine).view(1, mine), scatter=False)
         other = 1 - transport.topology.rank
         with pytest.raises(
             zpp.PeerError, match=f"rank {other} sent {64 + other} bytes where {mine} were due"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 from zpp.errors import MismatchError
 
@@ -36,9 +36,11 @@ class Agreement:
 
     def __init__(self, exchange: Callable[[bytes], list[bytes]], *, always: bool) -> None:
         self._exchange, self._always = exchange, always
-        self._agreed: set[str] = set()
+        self._agreed: set[tuple[Hashable, ...]] = set()
 
-    def check(self, statement: str) -> None:
-        if self._always or statement not in self._agreed:
-            compare(self._exchange, statement)
-            self._agreed.add(statement)
+    def check(self, template: str, *what: Hashable) -> None:
+        """State ``template.format(*what)``, which is spelled only where it has to be compared."""
+        said = (template, *what)
+        if self._always or said not in self._agreed:
+            compare(self._exchange, template.format(*what))
+            self._agreed.add(said)

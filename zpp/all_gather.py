@@ -21,7 +21,7 @@ from zpp.engine import VALUE_TYPES, Engine
 from zpp.format import BlockFormat, Code, ValueType
 from zpp.layout import spans
 from zpp.secondary import KeptRecords, SecondaryPartition
-from zpp.topology import Axis
+from zpp.topology import Axis, Topology
 from zpp.work import Work
 
 
@@ -41,19 +41,20 @@ class _Call:
 class _Job:
     """One span of one all-gather; its three stages run in the three lanes of the gather pipeline.
 
-    `shard` is None, and `inter` given, where the records of the inter hop are there already (hpZ).
-    `kept` is where the inter hop's records go if they are to stay.
+    `full` holds, for each local_rank, the values of all nodes' ranks that have it: [nodes, span].
+    `shard` is None where the records of the inter hop are in `kept` already (hpZ). `kept` is where they go
+    if they are to stay.
     """
 
     call: _Call
-    full: torch.Tensor
+    full: Sequence[torch.Tensor]
     shard: torch.Tensor | None
     offset: int
     kept: KeptRecords | None = None
 
     def __post_init__(self) -> None:
         self.engine, self.fmt = self.call.engine, self.call.fmt
-        self.numel = self.full.shape[1]
+        self.numel = self.full[0].shape[1]
         self.record_nbytes = self.fmt.record_nbytes(self.numel)
         self.logical = self.numel * self.call.wire.itemsize
         self.after = list(self.call.after)
@@ -74,18 +75,19 @@ class _Job:
             earlier.result()
         engine, topology = self.engine, self.engine.topology
         if self.kept is None:
-            self.inter = engine.workspace.take(topology.nodes * self.record_nbytes)
+            self.inter = engine.workspace.take(topology.nodes, self.record_nbytes)
+            rows = self.inter.split(1)
         else:
-            self.inter = self.kept.buffer
+            self.inter, rows = self.kept.table, self.kept.rows
         if self.shard is None:
             return
         if self.kept is not None:
             self.kept.reclaim()
-        mine = self.inter.view(topology.nodes, -1)[topology.node]
+        mine = rows[topology.node]
         noise = engine.noise(self.fmt, self.call.stream, self.offset, self.call.shard_numel)
-        engine.kernels.encode(self.shard, self.fmt, mine.view(1, -1), noise=noise)
+        engine.kernels.encode(self.shard, self.fmt, mine, noise=noise)
         if topology.nodes > 1:
-            self.crossing = engine.all_gather(Axis.INTER, mine, self.logical, into=self.inter)
+            self.crossing = engine.all_gather(Axis.INTER, mine, self.logical, into=rows)
 
     def gather_inside_node(self) -> None:
         topology = self.engine.topology
@@ -97,11 +99,10 @@ class _Job:
             self.crossing = self.engine.all_gather(Axis.INTRA, self.inter, topology.nodes * self.logical)
 
     def decode(self) -> None:
-        engine, local = self.engine, self.engine.topology.ranks_per_node
-        parts = [self.inter] if self.crossing is None else self.crossing.receive()
-        for local_rank, records in enumerate(parts):
-            table = records.view(engine.topology.nodes, -1)
-            engine.kernels.decode(table, self.fmt, self.full[local_rank::local])
+        engine = self.engine
+        tables = [self.inter] if self.crossing is None else self.crossing.receive()
+        for table, values in zip(tables, self.full, strict=True):
+            engine.kernels.decode(table, self.fmt, values)
         sent = self.inter if self.kept is None else None
         if self.crossing is not None:
             self.crossing.release(sent)
@@ -132,7 +133,7 @@ def all_gather(
     checks.multiple("output", output, "input", shard, engine.topology)
     if shard.dtype not in VALUE_TYPES or output.dtype not in VALUE_TYPES:
         checks.same_dtype("output", output, "input", shard)
-    statement = f"all_gather numel={shard.numel()} {shard.dtype} -> {output.dtype} as {fmt}"
+    statement = "all_gather numel={} {} -> {} as {}", shard.numel(), shard.dtype, output.dtype, fmt
     if output.dtype not in VALUE_TYPES:
         if fmt.code is not Code.EXACT:
             engine.refuse(f"all_gather of {output.dtype}")
@@ -140,7 +141,7 @@ def all_gather(
         output, shard = output.view(-1).view(torch.uint8), shard.view(-1).view(torch.uint8)
     else:
         wire = VALUE_TYPES[output.dtype]
-    engine.agreement.check(statement)
+    engine.agreement.check(*statement)
     engine.stats.call("all_gather")
     fmt = fmt.resolve(wire)
     if engine.topology.world_size == 1 and secondary is None:
@@ -149,13 +150,14 @@ def all_gather(
         output.view(-1).copy_(shard.view(-1))
         return Work("all_gather", [], output)
 
-    full, flat = output.view(engine.topology.world_size, -1), shard.view(1, -1)
+    flat = shard.view(1, -1)
     cuts = spans(flat.shape[1], engine.shard_span())
     kept: Sequence[KeptRecords | None] = [None] * len(cuts)
     if secondary is not None:
         kept = secondary.begin(fmt, wire, flat.shape[1], cuts)
     call = _Call(engine, fmt, wire, flat.shape[1], engine.next_stream(), after)
-    jobs = [_Job(call, full[:, a:b], flat[:, a:b], a, k) for (a, b), k in zip(cuts, kept, strict=True)]
+    parts = zip(cuts, _by_local_rank(engine.topology, output, cuts), kept, strict=True)
+    jobs = [_Job(call, full, flat[:, a:b], a, records) for (a, b), full, records in parts]
     return Work("all_gather", [job.submit() for job in jobs], output)
 
 
@@ -169,8 +171,18 @@ def all_gather_secondary(
     checks.tensor("output", output, engine.device)
     secondary.require(generation, output.numel() // engine.topology.world_size)
     engine.stats.call("all_gather_secondary")
-    full = output.view(engine.topology.world_size, -1)
     call = _Call(engine, secondary.fmt, secondary.wire, secondary.numel)
-    kept = zip(secondary.cuts, secondary.records, strict=True)
-    jobs = [_Job(call, full[:, a:b], None, a, records) for (a, b), records in kept]
+    cuts = secondary.cuts
+    parts = zip(cuts, _by_local_rank(engine.topology, output, cuts), secondary.records, strict=True)
+    jobs = [_Job(call, full, None, a, records) for (a, _), full, records in parts]
     return Work("all_gather_secondary", [job.submit() for job in jobs], output)
+
+
+def _by_local_rank(
+    topology: Topology, output: torch.Tensor, cuts: Sequence[tuple[int, int]]
+) -> list[Sequence[torch.Tensor]]:
+    """For each span of the shards the values of `output`, a tensor [nodes, span] for each local_rank."""
+    table = output.view(topology.nodes, topology.ranks_per_node, -1)
+    if len(cuts) == 1:
+        return [table.unbind(1)]
+    return [table[:, :, first:last].unbind(1) for first, last in cuts]

@@ -40,7 +40,7 @@ class Crossing:
     loans: Loans
 
     def receive(self) -> Sequence[torch.Tensor]:
-        """What every member of the axis sent, in axis order; to be read only."""
+        """The records that every member of the axis sent, in axis order; to be read only."""
         return self.hop.receive()
 
     def release(self, sent: torch.Tensor | None = None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -66,28 +67,31 @@ class Engine:
         return next(self._streams)
 
     def all_gather(
-        self, axis: Axis, send: torch.Tensor, logical: int, *, into: torch.Tensor | None = None
+        self, axis: Axis, send: torch.Tensor, logical: int, *, into: Sequence[torch.Tensor] | None = None
     ) -> Crossing:
         """Start a hop of an all-gather and count it; `logical` is what `send` stands for, in bytes.
 
-        into: where what is received is to stay, `send` being this rank's part of it; None if it need not.
+        into: where each member's records are to stay, `send` being this rank's; None if they need not.
         """
         size = self.topology.size(axis)
         self.stats.hop(axis, logical=(size - 1) * logical, wire=(size - 1) * send.numel())
-        recv = self._room(axis, size * send.numel()) if into is None else None
-        hop = self.transport.all_gather(Channel.GATHER, axis, send, recv if into is None else into)
-        return Crossing(hop, recv, self.workspace, self._loans[Channel.GATHER])
+        room = None
+        if into is None and not self.transport.reads_in_place(axis):
+            room = self.workspace.take(size * send.shape[0], send.shape[1])
+            into = room.split(send.shape[0])
+        hop = self.transport.all_gather(Channel.GATHER, axis, send, into)
+        return Crossing(hop, room, self.workspace, self._loans[Channel.GATHER])
 
     def all_to_all(self, axis: Axis, send: torch.Tensor, logical: int) -> Crossing:
         """Start a hop of a reduce-scatter and count it; `logical` is one peer's part, in bytes."""
         size = self.topology.size(axis)
         self.stats.hop(axis, logical=(size - 1) * logical, wire=(size - 1) * send.numel() // size)
-        recv = self._room(axis, send.numel())
+        room = recv = None
+        if not self.transport.reads_in_place(axis):
+            room = self.workspace.take(*send.shape)
+            recv = room.split(send.shape[0] // size)
         hop = self.transport.all_to_all(Channel.REDUCE, axis, send, recv)
-        return Crossing(hop, recv, self.workspace, self._loans[Channel.REDUCE])
-
-    def _room(self, axis: Axis, nbytes: int) -> torch.Tensor | None:
-        return None if self.transport.reads_in_place(axis) else self.workspace.take(nbytes)
+        return Crossing(hop, room, self.workspace, self._loans[Channel.REDUCE])
 
     def refuse(self, what: str) -> None:
         """`what` cannot be compressed: count it, or raise if the communicator is strict."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from enum import IntEnum
+from functools import lru_cache
 
 from zpp.layout import GROUP, MAX_BLOCK, RECORD_ALIGNMENT, ceil_div, round_up
 
@@ -103,8 +104,7 @@ class BlockFormat:
 
     def record_nbytes(self, numel: int) -> int:
         """Bytes of one record of `numel` values: payload, then scales, each padded to 16 bytes."""
-        scales = round_up(self.blocks(numel) * self.scale.itemsize, RECORD_ALIGNMENT)
-        return self.payload_nbytes(numel) + scales
+        return _record_nbytes(self, numel)
 
     def __str__(self) -> str:
         if not self.quantized:
@@ -114,6 +114,12 @@ class BlockFormat:
         parts += ["rotated"] * self.rotate
         parts += ["stochastic"] * (self.rounding is Rounding.STOCHASTIC)
         return " ".join(parts)
+
+
+@lru_cache(maxsize=4096)
+def _record_nbytes(fmt: BlockFormat, numel: int) -> int:
+    scales = round_up(fmt.blocks(numel) * fmt.scale.itemsize, RECORD_ALIGNMENT)
+    return fmt.payload_nbytes(numel) + scales
 
 
 @dataclass(frozen=True)

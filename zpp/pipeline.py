@@ -26,6 +26,11 @@ class _Job:
     def __init__(self, stages: Sequence[Stage]) -> None:
         self.stages = stages
         self.future: Future[None] = Future()
+        self.failed = False
+
+    def fail(self, error: BaseException) -> None:
+        self.failed = True
+        self.future.set_exception(error)
 
 
 class Pipeline:
@@ -68,13 +73,13 @@ class Pipeline:
         while (job := self._queues[lane].get()) is not None:
             if lane == 0:
                 self._slots.acquire()
-            if not job.future.done():
+            if not job.failed:
                 self._step(job, lane)
             if lane < last:
                 self._queues[lane + 1].put(job)
             else:
                 self._slots.release()
-                if not job.future.done():
+                if not job.failed:
                     job.future.set_result(None)
             job = None  # a waiting lane must not keep the last job's tensors alive
         if lane < last:
@@ -84,13 +89,13 @@ class Pipeline:
         if self._broken is not None:
             error = PeerError(f"an earlier {self.name} failed ({self._broken}); make a new communicator")
             error.__cause__ = self._broken
-            job.future.set_exception(error)
+            job.fail(error)
             return
         try:
             job.stages[lane]()
         except BaseException as error:  # handed to whoever waits for the job
             self._broken = error
-            job.future.set_exception(error)
+            job.fail(error)
 
     def close(self) -> None:
         """End the threads once the jobs submitted so far are done."""

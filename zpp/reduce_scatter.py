@@ -64,7 +64,7 @@ class _Job:
         return self.engine.reductions.submit((self.encode, self.reduce_and_cross_nodes, self.reduce))
 
     def _take(self, fmt: BlockFormat, count: int) -> torch.Tensor:
-        return self.engine.workspace.take(count * fmt.record_nbytes(self.numel))
+        return self.engine.workspace.take(count, fmt.record_nbytes(self.numel))
 
     def encode(self) -> None:
         """Into the order of the first hop: all nodes of one local peer together."""
@@ -72,7 +72,7 @@ class _Job:
         first = self.intra if self.local > 1 else self.inter
         self.send = self._take(first, world)
         noise = self.engine.noise(first, self.call.streams[0], self.offset, self.call.shard_numel)
-        rows, out = self.nodes if self.local > 1 else 1, self.send.view(world, -1)
+        rows, out = self.nodes if self.local > 1 else 1, self.send
         if isinstance(self.full, PartedTensor):
             parts, kind = self.full.parts, self.call.wire
             self.kernels.encode_parts(parts, kind, first, out, self.numel, rows=rows, noise=noise)
@@ -91,19 +91,18 @@ class _Job:
             return
         if self.local > 1:
             crossing, sent = self.crossing, self.send
-            parts = [records.view(self.nodes, -1) for records in crossing.receive()]
+            parts = crossing.receive()
             self.send = self._take(self.inter, self.nodes)
             noise = self.engine.noise(self.inter, self.call.streams[1], self.offset, self.call.shard_numel)
             self.kernels.decode_reduce_encode(
-                parts, self.intra, self.inter, self.send.view(self.nodes, -1), self.numel, noise=noise
+                parts, self.intra, self.inter, self.send, self.numel, noise=noise
             )
             crossing.release(sent)
         self._cross(Axis.INTER, self.logical)
 
     def reduce(self) -> None:
         last = self.inter if self.nodes > 1 else self.intra
-        parts = [records.view(1, -1) for records in self.crossing.receive()]
-        self.kernels.decode_reduce(parts, last, self.shard, factor=self.call.factor)
+        self.kernels.decode_reduce(self.crossing.receive(), last, self.shard, factor=self.call.factor)
         self.crossing.release(self.send)
 
 
@@ -142,8 +141,8 @@ def reduce_scatter(
     if shard.dtype not in VALUE_TYPES or full.dtype not in VALUE_TYPES:
         checks.same_dtype("output", shard, "input", full)
     factor = factor_of(op, factor, full.dtype, engine.topology.world_size)
-    statement = f"reduce_scatter numel={shard.numel()} {full.dtype} -> {shard.dtype} factor={factor:g} as "
-    statement += ", ".join(map(str, formats))
+    template = "reduce_scatter numel={} {} -> {} factor={:g} as {}, {}"
+    statement = template, shard.numel(), full.dtype, shard.dtype, factor, *formats
     kernels: Kernels = engine.kernels
     if full.dtype in VALUE_TYPES:
         wire = VALUE_TYPES[full.dtype]
@@ -152,7 +151,7 @@ def reduce_scatter(
             engine.refuse(f"reduce_scatter of {full.dtype}")
         wire, formats = ValueType.BYTE, (BlockFormat(Code.EXACT), BlockFormat(Code.EXACT))
         kernels = ExactKernels(engine.kernels, full.dtype)
-    engine.agreement.check(statement)
+    engine.agreement.check(*statement)
     engine.stats.call("reduce_scatter")
     if engine.topology.world_size == 1:
         if isinstance(full, PartedTensor):

@@ -22,10 +22,14 @@ from zpp.workspace import Workspace
 class KeptRecords:
     """The records of one span, and who used them last: that job is over before the next one starts."""
 
-    buffer: torch.Tensor
+    table: torch.Tensor
+    """uint8 [nodes, record_nbytes], this rank's own record included."""
     job: Future[None] | None = None
     hop: Hop | None = None
     """The hop inside the node by which the peers read them."""
+
+    def __post_init__(self) -> None:
+        self.rows = self.table.split(1)
 
     def reclaim(self) -> None:
         """Wait until the peers have read them: they may then be overwritten."""
@@ -51,17 +55,17 @@ class SecondaryPartition:
 
     @property
     def nbytes(self) -> int:
-        return sum(records.buffer.numel() for records in self.records)
+        return sum(records.table.numel() for records in self.records)
 
     def begin(
         self, fmt: BlockFormat, wire: ValueType, numel: int, cuts: list[tuple[int, int]]
     ) -> list[KeptRecords]:
-        """Drop the stamp; room for the records of `numel` values cut into spans, a buffer a span."""
+        """Drop the stamp; room for the records of `numel` values cut into spans, a table a span."""
         self.generation = None
-        sizes = [self._nodes * fmt.record_nbytes(stop - start) for start, stop in cuts]
-        if sizes != [records.buffer.numel() for records in self.records]:
+        sizes = [fmt.record_nbytes(stop - start) for start, stop in cuts]
+        if sizes != [records.table.shape[1] for records in self.records]:
             self._drop()
-            self.records = [KeptRecords(self._workspace.take(size)) for size in sizes]
+            self.records = [KeptRecords(self._workspace.take(self._nodes, size)) for size in sizes]
         self.fmt, self.wire, self.numel, self.cuts = fmt, wire, numel, cuts
         return self.records
 
@@ -70,7 +74,7 @@ class SecondaryPartition:
             if records.job is not None:
                 records.job.result()
             records.reclaim()
-            self._workspace.give(records.buffer)
+            self._workspace.give(records.table)
 
     def stamp(self, generation: int) -> None:
         """The gather that filled the partition is complete: it holds `generation` of the weights."""

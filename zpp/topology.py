@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 
 
 class Axis(Enum):
@@ -53,24 +54,28 @@ class Topology:
             )
         return cls(rank, len(hosts), sizes[0])
 
-    @property
+    @cached_property
     def nodes(self) -> int:
         return self.world_size // self.ranks_per_node
 
-    @property
+    @cached_property
     def node(self) -> int:
         return self.rank // self.ranks_per_node
 
-    @property
+    @cached_property
     def local_rank(self) -> int:
         return self.rank % self.ranks_per_node
 
     def size(self, axis: Axis) -> int:
-        return {Axis.INTRA: self.ranks_per_node, Axis.INTER: self.nodes, Axis.WORLD: self.world_size}[axis]
+        if axis is Axis.WORLD:
+            return self.world_size
+        return self.ranks_per_node if axis is Axis.INTRA else self.nodes
 
     def index(self, axis: Axis) -> int:
         """This rank's place on the axis."""
-        return {Axis.INTRA: self.local_rank, Axis.INTER: self.node, Axis.WORLD: self.rank}[axis]
+        if axis is Axis.WORLD:
+            return self.rank
+        return self.local_rank if axis is Axis.INTRA else self.node
 
     def groups(self, axis: Axis) -> list[list[int]]:
         """All groups of ranks along the axis: the same list on every rank, to make subgroups from."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any
 
@@ -26,10 +27,17 @@ class Work(dist.Work):
         A timeout raises PeerError and leaves the collective running: the output is not to be used.
         """
         seconds = timeout.total_seconds() if timeout else None
-        if wait(self.futures, seconds).not_done:
-            raise PeerError(f"{self._operation} did not finish within {seconds:g} s")
-        for future in self.futures:
-            future.result()
+        until = None if seconds is None else time.monotonic() + seconds
+        failed: Future[None] | None = None
+        for future in self.futures:  # all of them, also after a failure: they write to the output
+            left = None if until is None else max(0.0, until - time.monotonic())
+            try:
+                if future.exception(left) is not None and failed is None:
+                    failed = future
+            except TimeoutError:
+                raise PeerError(f"{self._operation} did not finish within {seconds:g} s") from None
+        if failed is not None:
+            failed.result()
         return True
 
     def is_completed(self) -> bool:

@@ -37,8 +37,12 @@ class Heap:
         """Nothing to do."""
 
 
+def _size(nbytes: int) -> int:
+    return round_up(max(nbytes, 1), _GRAIN)
+
+
 class Workspace:
-    """A pool of uint8 buffers, from `memory`. At most `keep_nbytes` stay allocated while idle."""
+    """A pool of tables of records (uint8), from `memory`. At most `keep_nbytes` stay allocated while idle."""
 
     def __init__(self, memory: Memory, keep_nbytes: int = 256 << 20) -> None:
         self._memory, self.keep_nbytes = memory, keep_nbytes
@@ -48,9 +52,9 @@ class Workspace:
         self._lent_nbytes = 0
         self.peak_nbytes = 0
 
-    def take(self, nbytes: int) -> torch.Tensor:
-        """An uninitialised buffer of exactly `nbytes` bytes, to be given back by `give`."""
-        size = round_up(max(nbytes, 1), _GRAIN)
+    def take(self, count: int, nbytes: int) -> torch.Tensor:
+        """An uninitialised table of `count` records of `nbytes` bytes, to be given back by `give`."""
+        size = _size(count * nbytes)
         with self._lock:
             buffers = self._idle[size]
             buffer = buffers.pop() if buffers else None
@@ -60,20 +64,21 @@ class Workspace:
             self.peak_nbytes = max(self.peak_nbytes, self._lent_nbytes + self._idle_nbytes)
         if buffer is None:
             buffer = self._memory.allocate(size)
-        return buffer[:nbytes]
+        if buffer.shape == (count, nbytes):  # as it was lent before: the usual case, in the usual step
+            return buffer
+        return buffer.as_strided((count, nbytes), (nbytes, 1))
 
-    def give(self, view: torch.Tensor) -> None:
+    def give(self, table: torch.Tensor) -> None:
         """Take back what `take` lent; the caller does not touch it again."""
-        size = round_up(max(view.numel(), 1), _GRAIN)
-        buffer = view.as_strided((size,), (1,))
+        size = _size(table.numel())
         with self._lock:
             self._lent_nbytes -= size
             keep = self._idle_nbytes + size <= self.keep_nbytes
             if keep:
-                self._idle[size].append(buffer)
+                self._idle[size].append(table)
                 self._idle_nbytes += size
         if not keep:
-            self._memory.free(buffer)
+            self._memory.free(table.as_strided((size,), (1,)))
 
     @property
     def lent_nbytes(self) -> int:

@@ -52,11 +52,15 @@ class Transport(Protocol):
     def reads_in_place(self, axis: Axis) -> bool:
         """Whether the members of the axis read one another's send buffers, so that hops need no `recv`."""
 
-    def all_gather(self, channel: Channel, axis: Axis, send: torch.Tensor, recv: torch.Tensor | None) -> Hop:
-        """send: uint8 [n]; recv: uint8 [size of axis * n], in axis order, of which `send` may be its part."""
+    def all_gather(
+        self, channel: Channel, axis: Axis, send: torch.Tensor, recv: Sequence[torch.Tensor] | None
+    ) -> Hop:
+        """send: n records, uint8 [n, nbytes]; recv: as much from each member, `send` itself in its place."""
 
-    def all_to_all(self, channel: Channel, axis: Axis, send: torch.Tensor, recv: torch.Tensor | None) -> Hop:
-        """send, recv: uint8 [size of axis * n]; part i goes to, and comes from, axis index i."""
+    def all_to_all(
+        self, channel: Channel, axis: Axis, send: torch.Tensor, recv: Sequence[torch.Tensor] | None
+    ) -> Hop:
+        """send: uint8 [size of axis * n, nbytes], n records for each member; recv: [n, nbytes] from each."""
 
     def exchange(self, message: bytes) -> list[bytes]:
         """Blocking all-gather of a short message of the same length over the world, in rank order."""

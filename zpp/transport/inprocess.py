@@ -93,28 +93,37 @@ class InProcessTransport:
     def reads_in_place(self, axis: Axis) -> bool:
         return False
 
-    def all_gather(self, channel: Channel, axis: Axis, send: torch.Tensor, recv: torch.Tensor | None) -> Hop:
+    def all_gather(
+        self, channel: Channel, axis: Axis, send: torch.Tensor, recv: Sequence[torch.Tensor] | None
+    ) -> Hop:
         return self._start(channel, axis, send, recv, scatter=False)
 
-    def all_to_all(self, channel: Channel, axis: Axis, send: torch.Tensor, recv: torch.Tensor | None) -> Hop:
+    def all_to_all(
+        self, channel: Channel, axis: Axis, send: torch.Tensor, recv: Sequence[torch.Tensor] | None
+    ) -> Hop:
         return self._start(channel, axis, send, recv, scatter=True)
 
     def _start(
-        self, channel: Channel, axis: Axis, send: torch.Tensor, recv: torch.Tensor | None, *, scatter: bool
+        self,
+        channel: Channel,
+        axis: Axis,
+        send: torch.Tensor,
+        recv: Sequence[torch.Tensor] | None,
+        *,
+        scatter: bool,
     ) -> _Messages:
         assert recv is not None
         ranks, me = self.topology.group(axis), self.topology.index(axis)
         key = self._key(channel, axis, tuple(ranks))
         self._world.post(key, self.topology.rank, send)
-        parts = recv.view(len(ranks), -1)
 
         def collect() -> Sequence[torch.Tensor]:
-            for rank, part, data in zip(ranks, parts, self._world.collect(key, ranks), strict=True):
+            for rank, part, data in zip(ranks, recv, self._world.collect(key, ranks), strict=True):
                 mine = data.view(len(ranks), -1)[me] if scatter else data
                 if mine.numel() != part.numel():
                     raise PeerError(f"rank {rank} sent {mine.numel()} bytes where {part.numel()} were due")
-                part.copy_(mine)
-            return list(parts)
+                part.copy_(mine.view_as(part))
+            return recv
 
         return _Messages(collect)
 

@@ -108,7 +108,7 @@ class _Peer:
         self._read = 0
 
     def connect(self, arena: torch.Tensor, notices_fd: int, receipts_fd: int) -> None:
-        self._arena, self._notices_fd, self._receipts_fd = arena, notices_fd, receipts_fd
+        self.arena, self._notices_fd, self._receipts_fd = arena, notices_fd, receipts_fd
 
     def publish(self, offset: int, nbytes: int) -> None:
         try:
@@ -116,13 +116,15 @@ class _Peer:
         except BrokenPipeError as error:
             raise PeerError(f"rank {self.rank} has ended") from error
 
-    def published(self) -> torch.Tensor:
-        """The peer's next send buffer."""
+    def published(self, nbytes: int) -> int:
+        """Where in its arena the peer's next send buffer lies, of `nbytes` bytes if the ranks agree."""
         notice = self._await(self.notices, _NOTICE.size, self._timeout)
         if not notice:
             raise PeerError(f"rank {self.rank} sent nothing within {self._timeout:g} s")
-        offset, nbytes = _NOTICE.unpack(notice)
-        return self._arena[offset : offset + nbytes]
+        offset, sent = _NOTICE.unpack(notice)
+        if sent != nbytes:
+            raise PeerError(f"rank {self.rank} sent {sent} bytes where {nbytes} were due")
+        return int(offset)
 
     def acknowledge(self) -> None:
         with suppress(BrokenPipeError):  # a peer that has ended needs its buffer no longer
@@ -162,13 +164,16 @@ class _InPlace:
     me: int
 
     def receive(self) -> Sequence[torch.Tensor]:
-        due = self.send.numel()
+        count, nbytes = self.send.shape
+        count = count // len(self.peers) if self.scatter else count
+        first = self.me * count * nbytes if self.scatter else 0
         parts = []
         for peer in self.peers:
-            data = self.send if peer is None else peer.published()
-            if data.numel() != due:
-                raise PeerError(f"rank {peer and peer.rank} sent {data.numel()} bytes where {due} were due")
-            parts.append(data.view(len(self.peers), -1)[self.me] if self.scatter else data)
+            if peer is None:
+                memory, start = self.send, self.send.storage_offset()
+            else:
+                memory, start = peer.arena, peer.published(self.send.numel())
+            parts.append(memory.as_strided((count, nbytes), (nbytes, 1), start + first))
         return parts
 
     def release(self) -> None:

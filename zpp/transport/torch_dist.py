@@ -92,19 +92,28 @@ class TorchTransport:
     def reads_in_place(self, axis: Axis) -> bool:
         return axis is Axis.INTRA and self._node is not None
 
-    def all_gather(self, channel: Channel, axis: Axis, send: torch.Tensor, recv: torch.Tensor | None) -> Hop:
+    def all_gather(
+        self, channel: Channel, axis: Axis, send: torch.Tensor, recv: Sequence[torch.Tensor] | None
+    ) -> Hop:
         if axis is Axis.INTRA and self._node is not None:
             return self._node.start(channel, send, scatter=False)
         return self._swap("all_gather", channel, axis, [send] * self.topology.size(axis), recv)
 
-    def all_to_all(self, channel: Channel, axis: Axis, send: torch.Tensor, recv: torch.Tensor | None) -> Hop:
+    def all_to_all(
+        self, channel: Channel, axis: Axis, send: torch.Tensor, recv: Sequence[torch.Tensor] | None
+    ) -> Hop:
         if axis is Axis.INTRA and self._node is not None:
             return self._node.start(channel, send, scatter=True)
-        parts = list(send.view(self.topology.size(axis), -1))
+        parts = send.split(send.shape[0] // self.topology.size(axis))
         return self._swap("all_to_all", channel, axis, parts, recv)
 
     def _swap(
-        self, what: str, channel: Channel, axis: Axis, parts: list[torch.Tensor], recv: torch.Tensor | None
+        self,
+        what: str,
+        channel: Channel,
+        axis: Axis,
+        parts: Sequence[torch.Tensor],
+        recv: Sequence[torch.Tensor] | None,
     ) -> _Messages:
         """Send `parts[i]` to member i of the axis and receive `recv[i]` from it, straight to and from memory.
 
@@ -113,11 +122,10 @@ class TorchTransport:
         assert recv is not None
         group, tag = self._groups[axis], _TAGS[channel]
         size, me = len(parts), group.rank()
-        received = list(recv.view(size, -1))
-        received[me] = parts[me]
+        received = [*recv[:me], parts[me], *recv[me + 1 :]]
         what = f"{what} ({channel.value}, axis {axis.value}, rank {self.topology.rank})"
         hop = _Messages([], parts, received, what)
-        if recv.numel() == 0:
+        if parts[me].numel() == 0:
             return hop
         peers = [(me + distance) % size for distance in range(1, size)]  # not all at the same one first
         try:
