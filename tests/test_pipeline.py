@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
 import threading
+import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -40,6 +43,38 @@ def test_lanes_work_on_different_jobs_at_the_same_time() -> None:
     for future in [pipeline.submit(job) for job in stages]:  # type: ignore[arg-type]
         future.result(timeout=10)
     pipeline.close()
+
+
+def test_a_lane_has_one_job_at_a_time_and_the_lanes_together_at_most_depth() -> None:
+    pipeline, chance, lock = Pipeline("test", depth=2), random.Random(5), threading.Lock()
+    now = [0, 0, 0]
+    started, most, order = 0, 0, [[], [], []]  # type: tuple[int, int, list[list[int]]]
+
+    def stage(lane: int, job: int, seconds: float) -> None:
+        nonlocal started, most
+        with lock:
+            now[lane] += 1
+            started += lane == 0
+            most = max(most, started)
+            assert now[lane] == 1
+            order[lane].append(job)
+        time.sleep(seconds)
+        with lock:
+            now[lane] -= 1
+            started -= lane == 2
+
+    futures = []
+    for job in range(100):
+        seconds = [chance.choice((0.0, 0.0, 0.002)) for _ in range(3)]
+        futures.append(
+            pipeline.submit([partial(stage, lane, job, seconds[lane]) for lane in range(3)]),
+        )
+        time.sleep(chance.choice((0.0, 0.0, 0.003)))
+    for future in futures:
+        future.result(timeout=10)
+    pipeline.close()
+    assert order == [list(range(100))] * 3
+    assert most == 2
 
 
 def test_after_a_failure_every_later_job_fails_and_none_hangs() -> None:
