@@ -107,16 +107,16 @@ class Pipeline:
         self._at_exit = weakref.finalize(self, self._end, _EXIT_SECONDS)
 
     def _run(self) -> None:
+        job: _Job | None
         while (entered := self._entered.get()) is not None:
-            job: _Job | None
             job, lane = entered
+            del entered  # no name may keep a job's tensors alive longer than the job runs
             while job is not None:
                 if not job.failed:
                     self._step(job, lane)
                 if lane == self._last and not job.failed:
                     job.future.set_result(None)
                 job, lane = self._leave(job, lane)
-            entered = None  # a waiting thread must not keep the last job's tensors alive
 
     def _enter(self, lane: int) -> _Job | None:
         """Under the lock: the next job for `lane` if the lane is free for it, which then is busy."""
