@@ -10,7 +10,9 @@ namespace zpp {
 namespace ZPP_ISA {
 namespace {
 
-constexpr int SPAN = 4096;  // values that are worked on at a time, 16 KiB of float32: the largest block
+constexpr int LARGEST_BLOCK = 4096;
+constexpr int SPAN = 2048;  // values worked on at a time, or one block if it has more: 8 KiB of float32, so
+                            // that what is read and written fits beside them in a first cache of 32 KiB
 
 ZPP_FN int64_t transposed(int64_t k, int64_t rows, int64_t columns) { return (k % columns) * rows + k / columns; }
 
@@ -83,12 +85,12 @@ template <class Source> ZPP_FN vu take_block(Source& source, int64_t first, int6
     return seen.keys();
 }
 
-// Encode the values [first, last) of a record, at most SPAN. The scales of all their blocks are
+// Encode the values [first, last) of a record: at most SPAN, or one block. The scales of all their blocks are
 // computed together: one at a time, each would wait for its own division.
 template <int CODE, class Source> ZPP_FN void write_span(
     const Record& r, const zpp_noise& noise, int64_t k, int64_t first, int64_t last, Source& source, uint8_t* record) {
-    constexpr int MOST = SPAN / GROUP;
-    Group groups[SPAN / GROUP];
+    constexpr int MOST = SPAN / GROUP;  // blocks: none has fewer values than a group
+    Group groups[LARGEST_BLOCK / GROUP];
     vu keys[MOST];
     alignas(64) float scales[MOST], inverses[MOST];
     int64_t block = r.format.block, n = (last - first + block - 1) >> r.block_shift;
@@ -113,8 +115,9 @@ template <int CODE, class Source> ZPP_FN void write_span(
 
 template <int CODE, class Source> void write_quantized(
     const Record& r, const zpp_noise& noise, int64_t k, int64_t start, int64_t stop, Source& source, uint8_t* record) {
-    for (int64_t first = start; first < stop; first += SPAN)
-        write_span<CODE>(r, noise, k, first, smaller(first + SPAN, stop), source, record);
+    int64_t span = r.format.block > SPAN ? r.format.block : SPAN;
+    for (int64_t first = start; first < stop; first += span)
+        write_span<CODE>(r, noise, k, first, smaller(first + span, stop), source, record);
 }
 
 // Write values [start, stop) of a record, or of a tensor: each times `factor`, at most 1 where it is PLAIN.
