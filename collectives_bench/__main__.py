@@ -7,6 +7,8 @@ import importlib
 import sys
 from collections.abc import Sequence
 
+from collectives_bench.options import UsageError
+
 COMMANDS = {
     "train": "train a small GPT over emulated nodes: step time, cross-node bytes, loss",
     "kernels": "speed of the encode and decode kernels",
@@ -29,6 +31,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     assert module is not None, "argparse accepted a command that is not the first argument"
     try:
         return int(module.run(args))
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130

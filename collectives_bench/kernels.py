@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from collectives_bench.options import at_least, open_json
 from zpp.format import BlockFormat, Code
 from zpp.kernels import Kernels, for_device
 
@@ -48,9 +49,15 @@ class Row:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=["cpu"], default="cpu")
-    parser.add_argument("--threads", type=int, default=1, help="of each kernel and of the copy (default 1)")
-    parser.add_argument("--numel", type=int, default=1 << 24, help="values of a buffer (default 16777216)")
-    parser.add_argument("--rounds", type=int, default=15, help="timed calls of each kernel (default 15)")
+    parser.add_argument(
+        "--threads", type=at_least(1), default=1, help="of each kernel and of the copy (default 1)"
+    )
+    parser.add_argument(
+        "--numel", type=at_least(1), default=1 << 24, help="values of a buffer (default 16777216)"
+    )
+    parser.add_argument(
+        "--rounds", type=at_least(1), default=15, help="timed calls of each kernel (default 15)"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write one JSON line for each row")
 
 
@@ -104,22 +111,16 @@ def measure(case: Case, rounds: int, threads: int, numel: int) -> Row:
 
 
 def run(args: argparse.Namespace) -> int:
-    for name in ("threads", "numel", "rounds"):
-        if getattr(args, name) < 1:
-            print(f"--{name} must be at least 1, not {getattr(args, name)}", file=sys.stderr)
-            return 2
-    try:
-        json_file = args.json.open("w", encoding="utf-8") if args.json else None
-    except OSError as error:
-        print(f"cannot write --json: {error}", file=sys.stderr)
-        return 2
-    torch.set_num_threads(args.threads)
-    kernels = for_device(torch.device(args.device), args.threads)
-    print(f"{'op':22}{'format':44}{'dtype':10}{'GB/s':>8}{'copy':>8}{'share':>7}")
-    for case in cases(kernels, args.numel):
-        row = measure(case, args.rounds, args.threads, args.numel)
-        speed = f"{row.gbps:8.1f}{row.copy_gbps:8.1f}{row.share_of_copy:7.2f}"
-        print(f"{row.op:22}{row.format:44}{row.dtype:10}{speed}")
-        if json_file is not None:
-            print(json.dumps(asdict(row)), file=json_file, flush=True)
+    """Measure every case and print the table. Raises UsageError."""
+    with contextlib.ExitStack() as stack:
+        json_file = None if args.json is None else stack.enter_context(open_json(args.json))
+        torch.set_num_threads(args.threads)
+        kernels = for_device(torch.device(args.device), args.threads)
+        print(f"{'op':22}{'format':44}{'dtype':10}{'GB/s':>8}{'copy':>8}{'share':>7}")
+        for case in cases(kernels, args.numel):
+            row = measure(case, args.rounds, args.threads, args.numel)
+            speed = f"{row.gbps:8.1f}{row.copy_gbps:8.1f}{row.share_of_copy:7.2f}"
+            print(f"{row.op:22}{row.format:44}{row.dtype:10}{speed}")
+            if json_file is not None:
+                print(json.dumps(asdict(row)), file=json_file, flush=True)
     return 0

@@ -12,29 +12,17 @@ import contextlib
 import signal
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import IO
 
 from collectives_bench import launch, text
 from collectives_bench.case import Case, ModelShape, RankResult
 from collectives_bench.network import MAX_NODES, Link, Network, NetworkUnavailableError
+from collectives_bench.options import UsageError, at_least, open_json
 from collectives_bench.report import Row, summarise, table
 from collectives_bench.systems import SYSTEMS
 
 _DEFAULT_SYSTEMS = "fsdp2,zero3,zeropp,zpp"
-
-
-class UsageError(Exception):
-    """The options do not go together, or name something that is not there."""
-
-
-def _at_least(least: int) -> Callable[[str], int]:
-    def integer(word: str) -> int:
-        value = int(word)
-        if value < least:
-            raise argparse.ArgumentTypeError(f"must be at least {least}, got {value}")
-        return value
-
-    return integer
 
 
 def _systems(word: str) -> list[str]:
@@ -58,14 +46,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `train`."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = "systems:\n" + "\n".join(f"  {name:9}{it.summary}" for name, it in SYSTEMS.items())
-    add, positive = parser.add_argument, _at_least(1)
+    add, positive = parser.add_argument, at_least(1)
     add("--systems", type=_systems, default=_DEFAULT_SYSTEMS, help="comma-separated (default %(default)s)")
     add("--nodes", type=positive, default=2, help="emulated nodes (default %(default)s)")
     add("--ranks-per-node", type=positive, default=2, help="processes on each (default %(default)s)")
     add("--link", type=_link, default="none", help="rate of each node's link, as 200mbit, 1gbit or 10gbit; "
         "none (default): all ranks on loopback, unshaped")  # fmt: skip
     add("--steps", type=positive, default=40, help="timed steps (default %(default)s)")
-    add("--warmup", type=_at_least(0), default=5, help="steps before the clock (default %(default)s)")
+    add("--warmup", type=at_least(0), default=5, help="steps before the clock (default %(default)s)")
     add("--turn", type=positive, default=5, help="timed steps of a system before the next one has its turn; "
         "with --steps or more, each ends before the next starts (default %(default)s)")  # fmt: skip
     add("--batch", type=positive, default=1, help="sequences per rank and step (default %(default)s)")
@@ -74,23 +62,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--width", type=positive, default=384, help="model width (default %(default)s)")
     add("--heads", type=positive, default=6, help="attention heads (default %(default)s)")
     add("--text", metavar="FILE", help="train on FILE (default: the Python language reference)")
-    add("--seed", type=_at_least(0), default=0, help="of the weights and the data (default %(default)s)")
+    add("--seed", type=at_least(0), default=0, help="of the weights and the data (default %(default)s)")
     add("--lr", type=float, default=3e-4, help="AdamW's learning rate (default %(default)s)")
-    add("--json", metavar="FILE", help="write one JSON line per system to FILE")
+    add("--json", type=Path, metavar="FILE", help="write one JSON line per system to FILE")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure every system and print the table; 1 if a rank failed, 2 if the options make no sense."""
-    try:
-        with contextlib.ExitStack() as stack:
-            _check(args)
-            json_file = None if args.json is None else stack.enter_context(_open(args.json))
-            # SIGTERM unwinds like Ctrl-C does; ranks and network would die with us anyway.
-            signal.signal(signal.SIGTERM, _interrupt)
-            return _measure(args, _network(args, stack), json_file)
-    except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    """Measure every system and print the table; 1 if a rank failed. Raises UsageError."""
+    with contextlib.ExitStack() as stack:
+        _check(args)
+        json_file = None if args.json is None else stack.enter_context(open_json(args.json))
+        # SIGTERM unwinds like Ctrl-C does; ranks and network would die with us anyway.
+        signal.signal(signal.SIGTERM, _interrupt)
+        return _measure(args, _network(args, stack), json_file)
 
 
 def _interrupt(signum: int, frame: object) -> None:
@@ -110,13 +94,6 @@ def _check(args: argparse.Namespace) -> None:
         raise UsageError(f"cannot read --text: {error}") from error
     if length <= args.context:
         raise UsageError(f"the text has {length} bytes, --context {args.context} needs one more than itself")
-
-
-def _open(path: str) -> IO[str]:
-    try:
-        return open(path, "w", encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"cannot write --json: {error}") from error
 
 
 def _network(args: argparse.Namespace, stack: contextlib.ExitStack) -> Network | None:

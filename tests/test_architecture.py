@@ -32,13 +32,18 @@ LAYERS = (
     ("zpp.communicator",),
     # What is built on the collectives.
     ("zpp.zero3.heap", "zpp.zero3.unit"),
-    ("zpp.zero3.gradients",),
+    ("zpp.zero3.gradients", "zpp.zero3.grouping"),
     ("zpp.zero3.sharded",),
     ("zpp.zero3",),
     ("zpp",),
     # The benchmarks.
     ("collectives_bench",),
-    ("collectives_bench.case", "collectives_bench.linux", "collectives_bench.text"),
+    (
+        "collectives_bench.case",
+        "collectives_bench.linux",
+        "collectives_bench.options",
+        "collectives_bench.text",
+    ),
     ("collectives_bench.kernels", "collectives_bench.model", "collectives_bench.network"),
     ("collectives_bench.launch", "collectives_bench.report", "collectives_bench.switch"),
     ("collectives_bench.systems",),

@@ -143,24 +143,11 @@ def reduce_scatter(
     factor = factor_of(op, factor, full.dtype, engine.topology.world_size)
     template = "reduce_scatter numel={} {} -> {} factor={:g} as {}, {}"
     statement = template, shard.numel(), full.dtype, shard.dtype, factor, *formats
-    kernels: Kernels = engine.kernels
-    if full.dtype in VALUE_TYPES:
-        wire = VALUE_TYPES[full.dtype]
-    else:
-        if any(fmt.code is not Code.EXACT for fmt in formats):
-            engine.refuse(f"reduce_scatter of {full.dtype}")
-        wire, formats = ValueType.BYTE, (BlockFormat(Code.EXACT), BlockFormat(Code.EXACT))
-        kernels = ExactKernels(engine.kernels, full.dtype)
+    kernels, wire, formats = _wire(engine, full.dtype, formats)
     engine.agreement.check(*statement)
     engine.stats.call("reduce_scatter")
     if engine.topology.world_size == 1:
-        if isinstance(full, PartedTensor):
-            full.copy_to(shard.view(-1))
-        else:
-            shard.view(-1).copy_(full.view(-1))
-        if factor != 1.0:
-            shard.mul_(factor)
-        return Work("reduce_scatter", [], shard)
+        return _alone(shard, full, factor)
 
     streams = engine.next_stream(), engine.next_stream()
     intra, inter = (fmt.resolve(wire) for fmt in formats)
@@ -171,6 +158,28 @@ def reduce_scatter(
         for a, b in spans(flat.shape[1], engine.shard_span())
     ]
     return Work("reduce_scatter", [job.submit() for job in jobs], shard)
+
+
+def _wire(
+    engine: Engine, dtype: torch.dtype, formats: tuple[BlockFormat, BlockFormat]
+) -> tuple[Kernels, ValueType, tuple[BlockFormat, BlockFormat]]:
+    """By what and as what values of `dtype` travel; as they are where no format encodes them."""
+    if dtype in VALUE_TYPES:
+        return engine.kernels, VALUE_TYPES[dtype], formats
+    if any(fmt.code is not Code.EXACT for fmt in formats):
+        engine.refuse(f"reduce_scatter of {dtype}")
+    exact = BlockFormat(Code.EXACT)
+    return ExactKernels(engine.kernels, dtype), ValueType.BYTE, (exact, exact)
+
+
+def _alone(shard: torch.Tensor, full: torch.Tensor | PartedTensor, factor: float) -> Work:
+    if isinstance(full, PartedTensor):
+        full.copy_to(shard.view(-1))
+    else:
+        shard.view(-1).copy_(full.view(-1))
+    if factor != 1.0:
+        shard.mul_(factor)
+    return Work("reduce_scatter", [], shard)
 
 
 def _columns(

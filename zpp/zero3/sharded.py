@@ -6,7 +6,6 @@ which the units were given; reduce-scatters in the reverse of that order, whiche
 
 from __future__ import annotations
 
-import hashlib
 import struct
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -23,7 +22,8 @@ from zpp.communicator import Communicator
 from zpp.format import BlockFormat, Code
 from zpp.zero3 import heap
 from zpp.zero3.gradients import Gradients
-from zpp.zero3.unit import Owners, Unit
+from zpp.zero3.grouping import digest, group_parameters
+from zpp.zero3.unit import Unit
 
 _EXACT = BlockFormat(Code.EXACT)
 _REDUCTIONS_IN_FLIGHT = 3
@@ -66,11 +66,11 @@ def shard(
     weights = communicator.formats.weights if qwz else _EXACT
     gradients = (communicator.formats.gradients_intra, communicator.formats.gradients_inter)
     gradients = gradients if qgz else (_EXACT, _EXACT)
-    groups = _group_parameters(module, list(units))
+    groups = group_parameters(module, list(units))
     compare(
         communicator.exchange,
         f"zero3 qwz={qwz} hpz={hpz} qgz={qgz} {compute_dtype} reshard={reshard_after_forward} "
-        f"prefetch={prefetch} weights {_digest(groups)}",
+        f"prefetch={prefetch} weights {digest(groups)}",
     )
     made = []
     for (name, owner), owners in groups:
@@ -78,48 +78,6 @@ def shard(
         made.append((owner, unit))
     heap.keep_freed_memory(max(unit.flat_nbytes for _, unit in made))
     return Sharded(module, communicator, made, gradients, compute_dtype, reshard_after_forward, prefetch)
-
-
-Group = tuple[tuple[str, nn.Module], Owners]
-
-
-def _group_parameters(root: nn.Module, units: list[nn.Module]) -> list[Group]:
-    """The parameters of each unit, and last those of the root; a shared one belongs to the root."""
-    names = {module: name for name, module in root.named_modules()}
-    for unit in units:
-        if unit not in names or unit is root:
-            raise ValueError(f"unit {type(unit).__name__} is not a submodule of {type(root).__name__}")
-    if len(set(units)) < len(units):
-        raise ValueError("a unit is given twice")
-    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
-    homes: dict[nn.Parameter, set[int]] = {}
-    inside = {module: i for i, unit in enumerate(units) for module in unit.modules()}
-    for module in root.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is None:
-                continue
-            if parameter.dtype != torch.float32:
-                where = names[module] or "the root"
-                raise TypeError(f"parameter {name} of {where} is {parameter.dtype}, not float32")
-            places.setdefault(parameter, []).append((module, name))
-            homes.setdefault(parameter, set()).add(inside.get(module, len(units)))
-    owners: list[Owners] = [{} for _ in range(len(units) + 1)]
-    for parameter, home in homes.items():
-        owners[home.pop() if len(home) == 1 else len(units)][parameter] = places[parameter]
-    if not any(owners):
-        raise ValueError(f"{type(root).__name__} has no parameters")
-    owned = [*((names[unit], unit) for unit in units), ("(root)", root)]
-    return [(owner, group) for owner, group in zip(owned, owners, strict=True) if group]
-
-
-def _digest(groups: list[Group]) -> str:
-    """Names, shapes and values of all parameters, in a few characters."""
-    digest = hashlib.sha256()
-    for (name, _), owners in groups:
-        for parameter, places in owners.items():
-            bits = int(parameter.detach().reshape(-1).view(torch.int32).sum(dtype=torch.int64))
-            digest.update(f"{name} {places[0][1]} {tuple(parameter.shape)} {bits};".encode())
-    return digest.hexdigest()[:16]
 
 
 class Sharded:
