@@ -14,14 +14,15 @@ PACKAGES = ("zpp", "collectives_bench")
 LAYERS = (
     # What everything may use.
     ("zpp.errors", "zpp.version"),
-    ("zpp.layout", "zpp.topology", "zpp.agreement", "zpp.pipeline"),
+    ("zpp.layout", "zpp.topology", "zpp.agreement", "zpp.pipeline", "zpp.streams"),
+    ("zpp.pipeline.streams", "zpp.pipeline.threads"),
     ("zpp.format", "zpp.checks", "zpp.stats", "zpp.workspace"),
     ("zpp.parted", "zpp.reference"),
     # Kernels and transports, which know nothing of one another.
     ("zpp.kernels.launch", "zpp.kernels.operands", "zpp.kernels.source", "zpp.transport"),
-    ("zpp.kernels.nvrtc", "zpp.transport.node_memory"),
+    ("zpp.kernels.nvrtc", "zpp.transport.node_memory", "zpp.transport.torch_groups"),
     ("zpp.kernels.cuda", "zpp.kernels.host", "zpp.kernels.numpy_backend"),
-    ("zpp.transport.inprocess", "zpp.transport.torch_dist"),
+    ("zpp.transport.inprocess", "zpp.transport.torch_device", "zpp.transport.torch_dist"),
     ("zpp.kernels",),
     ("zpp.kernels.exact",),
     # The collectives.
@@ -56,7 +57,7 @@ ONLY_IN = {"cupy": "zpp.kernels.cuda", "mpi4py": "zpp.transport.mpi"}
 """Optional dependencies, each behind the one module that may import it."""
 
 COLLECTIVES = LAYER["zpp.work"]
-"""From this layer up, and in the transport over it, modules may speak to torch.distributed."""
+"""From this layer up, and in the transports over it, modules may speak to torch.distributed."""
 
 MOST_LINES = 350
 
@@ -98,8 +99,8 @@ def complaint(module: str, target: str) -> str | None:
         if within(target, package) and module != home:
             return f"only {home} imports {package}"
     if within(target, "torch.distributed"):
-        allowed = module == "zpp.transport.torch_dist" or LAYER[module] >= COLLECTIVES
-        return None if allowed else "it stands below zpp.transport.torch_dist"
+        allowed = module.startswith("zpp.transport.torch_") or LAYER[module] >= COLLECTIVES
+        return None if allowed else "it stands below the transports over it"
     if not any(within(target, package) for package in PACKAGES):
         return None
     sides = ("zpp.kernels", "zpp.transport")
@@ -149,7 +150,7 @@ def test_the_table_holds_no_module_twice_or_too_many() -> None:
         ("zpp.engine", "import cupy", "only zpp.kernels.cuda imports cupy"),
         ("collectives_bench.kernels", "import cupy.cuda", "only zpp.kernels.cuda imports cupy"),
         ("zpp.communicator", "from mpi4py import MPI", "only zpp.transport.mpi imports mpi4py"),
-        ("zpp.pipeline", "import torch.distributed as dist", "it stands below"),
+        ("zpp.pipeline.threads", "import torch.distributed as dist", "it stands below"),
         ("zpp.kernels.host", "from torch import distributed", "it stands below"),
         ("zpp.checks", "def f(group: torch.distributed.ProcessGroup): ...", "it stands below"),
         ("zpp.new", "", "zpp.new has no layer"),

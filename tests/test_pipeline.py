@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 
 from zpp.errors import PeerError, ZppError
-from zpp.pipeline import Pipeline
+from zpp.pipeline.threads import ThreadPipeline
 
 ROOT = Path(__file__).parent.parent
 AT_EXIT = """
 import atexit, threading
 atexit.register(lambda: print([thread.name for thread in threading.enumerate() if "zpp" in thread.name]))
-from zpp.pipeline import Pipeline
-Pipeline("forgotten").submit([lambda: None] * 3).result()
+from zpp.pipeline.threads import ThreadPipeline
+ThreadPipeline("forgotten").submit([lambda: None] * 3).result()
 """
 
 
@@ -29,7 +29,7 @@ def nothing() -> None:
 
 
 def test_jobs_enter_every_lane_in_the_order_of_submission() -> None:
-    pipeline, seen = Pipeline("test"), [[], [], []]  # type: tuple[Pipeline, list[list[int]]]
+    pipeline, seen = ThreadPipeline("test"), [[], [], []]  # type: tuple[ThreadPipeline, list[list[int]]]
     jobs = [[(lambda lane=lane, i=i: seen[lane].append(i)) for lane in range(3)] for i in range(50)]
     for future in [pipeline.submit(stages) for stages in jobs]:
         future.result(timeout=10)
@@ -38,7 +38,7 @@ def test_jobs_enter_every_lane_in_the_order_of_submission() -> None:
 
 
 def test_lanes_work_on_different_jobs_at_the_same_time() -> None:
-    pipeline, met = Pipeline("test"), threading.Barrier(3, timeout=10)
+    pipeline, met = ThreadPipeline("test"), threading.Barrier(3, timeout=10)
     stages = [[nothing, nothing, met.wait], [nothing, met.wait, nothing], [met.wait, nothing, nothing]]
     for future in [pipeline.submit(job) for job in stages]:  # type: ignore[arg-type]
         future.result(timeout=10)
@@ -46,7 +46,7 @@ def test_lanes_work_on_different_jobs_at_the_same_time() -> None:
 
 
 def test_a_lane_has_one_job_at_a_time_and_the_lanes_together_at_most_depth() -> None:
-    pipeline, chance, lock = Pipeline("test", depth=2), random.Random(5), threading.Lock()
+    pipeline, chance, lock = ThreadPipeline("test", depth=2), random.Random(5), threading.Lock()
     now = [0, 0, 0]
     started, most, order = 0, 0, [[], [], []]  # type: tuple[int, int, list[list[int]]]
 
@@ -78,7 +78,7 @@ def test_a_lane_has_one_job_at_a_time_and_the_lanes_together_at_most_depth() -> 
 
 
 def test_after_a_failure_every_later_job_fails_and_none_hangs() -> None:
-    pipeline = Pipeline("test")
+    pipeline = ThreadPipeline("test")
 
     def fail() -> None:
         raise RuntimeError("the peer is gone")

@@ -17,7 +17,8 @@ from torch.testing._internal.common_utils import run_tests
 
 import zpp
 from zpp.format import Formats
-from zpp.topology import Axis
+from zpp.topology import Axis, Topology
+from zpp.transport.torch_device import DeviceTransport, require_nccl
 
 
 def values(rank: int, numel: int) -> torch.Tensor:
@@ -47,6 +48,20 @@ class GlooTest(MultiProcContinuousTest):
             zp = self.communicator(span=4 * 4096)
         self.assertFalse(zp._engine.transport.reads_in_place(Axis.INTRA))
         self.check_collectives(zp, 2)
+
+    def test_collectives_by_the_messages_of_accelerators(self) -> None:
+        """Between tensors on the CPU, which gloo sends as NCCL sends those on GPUs."""
+        for per_node in (1, 2, 4):
+            topology = Topology(self.rank, 4, per_node)
+            assert dist.group.WORLD is not None
+            transport = DeviceTransport(dist.group.WORLD, topology, torch.device("cpu"))
+            self.assertFalse(transport.reads_in_place(Axis.INTRA))
+            self.check_collectives(zpp.Communicator(transport=transport, span=4 * 4096), per_node)
+
+    def test_devices_need_nccl(self) -> None:
+        assert dist.group.WORLD is not None
+        with pytest.raises(zpp.UnavailableError, match='has gloo for cuda:0.*"cpu:gloo,cuda:nccl"'):
+            require_nccl(dist.group.WORLD, torch.device("cuda", 0))
 
     def check_collectives(self, zp: zpp.Communicator, per_node: int) -> None:
         """Against the reference; closes the communicator."""

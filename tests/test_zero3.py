@@ -305,6 +305,8 @@ def test_wrong_arguments() -> None:
             zpp.zero3.shard(model, units=[], communicator=communicator, compute_dtype=torch.int8)
         with pytest.raises(TypeError, match="is torch.float64, not float32"):
             zpp.zero3.shard(net().double(), units=[], communicator=communicator)
+        with pytest.raises(ValueError, match="parameter weight of embed has no values"):
+            zpp.zero3.shard(net().to("meta"), units=[], communicator=communicator)
         with pytest.raises(ValueError, match="Identity has no parameters"):
             zpp.zero3.shard(nn.Identity(), units=[], communicator=communicator)
 

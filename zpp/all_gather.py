@@ -10,7 +10,6 @@ holds the same bits.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +19,7 @@ from zpp.crossing import Crossing
 from zpp.engine import VALUE_TYPES, Engine
 from zpp.format import BlockFormat, Code, ValueType
 from zpp.layout import spans
+from zpp.pipeline import Job
 from zpp.secondary import KeptRecords, SecondaryPartition
 from zpp.topology import Axis, Topology
 from zpp.work import Work
@@ -34,11 +34,11 @@ class _Call:
     wire: ValueType
     shard_numel: int
     stream: int = 0
-    after: Sequence[Future[None]] = ()
+    after: Sequence[Job] = ()
 
 
 @dataclass
-class _Job:
+class _Span:
     """One span of one all-gather; its three stages run in the three lanes of the gather pipeline.
 
     `full` holds, for each local_rank, the values of all nodes' ranks that have it: [nodes, span].
@@ -60,15 +60,15 @@ class _Job:
         self.after = list(self.call.after)
         self.crossing: Crossing | None = None
 
-    def submit(self) -> Future[None]:
+    def submit(self) -> Job:
         kept = self.kept
         if kept is not None and kept.job is not None:
             self.after.append(kept.job)
         stages = self.encode_and_cross_nodes, self.gather_inside_node, self.decode
-        future = self.engine.gathers.submit(stages)
+        job = self.engine.gathers.submit(stages)
         if kept is not None:
-            kept.job = future
-        return future
+            kept.job = job
+        return job
 
     def encode_and_cross_nodes(self) -> None:
         for earlier in self.after:
@@ -86,6 +86,7 @@ class _Job:
         mine = rows[topology.node]
         noise = engine.noise(self.fmt, self.call.stream, self.offset, self.call.shard_numel)
         engine.kernels.encode(self.shard, self.fmt, mine, noise=noise)
+        engine.keep(self.shard)
         if topology.nodes > 1:
             self.crossing = engine.all_gather(Axis.INTER, mine, self.logical, into=rows)
 
@@ -103,13 +104,16 @@ class _Job:
         tables = [self.inter] if self.crossing is None else self.crossing.receive()
         for table, values in zip(tables, self.full, strict=True):
             engine.kernels.decode(table, self.fmt, values)
-        sent = self.inter if self.kept is None else None
-        if self.crossing is not None:
-            self.crossing.release(sent)
-            if self.kept is not None:
+        engine.keep(self.full[0])
+        if self.kept is not None:
+            engine.keep(self.kept.table)
+            if self.crossing is not None:
+                self.crossing.release()
                 self.kept.hop = self.crossing.hop
-        elif sent is not None:
-            engine.workspace.give(sent)
+        elif self.crossing is not None:
+            self.crossing.release(self.inter)
+        else:
+            engine.workspace.give(self.inter)
 
 
 def all_gather(
@@ -119,7 +123,7 @@ def all_gather(
     fmt: BlockFormat,
     *,
     secondary: SecondaryPartition | None = None,
-    after: Sequence[Future[None]] = (),
+    after: Sequence[Job] = (),
 ) -> Work:
     """Start gathering every rank's `shard` into `output` on all ranks, in rank order.
 
@@ -157,7 +161,7 @@ def all_gather(
         kept = secondary.begin(fmt, wire, flat.shape[1], cuts)
     call = _Call(engine, fmt, wire, flat.shape[1], engine.next_stream(), after)
     parts = zip(cuts, _by_local_rank(engine.topology, output, cuts), kept, strict=True)
-    jobs = [_Job(call, full, flat[:, a:b], a, records) for (a, b), full, records in parts]
+    jobs = [_Span(call, full, flat[:, a:b], a, records) for (a, b), full, records in parts]
     return Work("all_gather", [job.submit() for job in jobs], output)
 
 
@@ -174,7 +178,7 @@ def all_gather_secondary(
     call = _Call(engine, secondary.fmt, secondary.wire, secondary.numel)
     cuts = secondary.cuts
     parts = zip(cuts, _by_local_rank(engine.topology, output, cuts), secondary.records, strict=True)
-    jobs = [_Job(call, full, None, a, records) for (a, _), full, records in parts]
+    jobs = [_Span(call, full, None, a, records) for (a, _), full, records in parts]
     return Work("all_gather_secondary", [job.submit() for job in jobs], output)
 
 

@@ -39,15 +39,16 @@ def all_reduce(
     shard = torch.empty(shard_numel, dtype=dtype, device=tensor.device)
     both = (formats.gradients_intra, formats.gradients_inter)
     reduced = reduce_scatter(engine, shard, padded, both, op=op, factor=factor)
-    gathered = all_gather(engine, padded, shard, result, after=reduced.futures)
+    gathered = all_gather(engine, padded, shard, result, after=reduced.jobs)
     if padded is flat:
-        return Work("all_reduce", gathered.futures, tensor)
+        return Work("all_reduce", gathered.jobs, tensor)
 
     def nothing() -> None:
         """The padding is cut off in the last lane, after the gather's own jobs."""
 
     def cut_padding() -> None:
         flat.copy_(padded[: flat.numel()])
+        engine.keep(flat)
 
     cut = engine.gathers.submit((nothing, nothing, cut_padding))
-    return Work("all_reduce", [*gathered.futures, cut], tensor)
+    return Work("all_reduce", [*gathered.jobs, cut], tensor)

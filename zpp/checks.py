@@ -23,7 +23,7 @@ def tensor(name: str, value: torch.Tensor, device: torch.device) -> None:
         raise TypeError(f"{name} must be a torch.Tensor, not {type(value).__name__}")
     if value.layout is not torch.strided:
         raise TypeError(f"{name} is {value.layout}: only dense tensors can be sent")
-    if value.device.type != device.type:
+    if value.device != device:
         raise ValueError(f"{name} is on {value.device}, the communicator is for {device}")
     if not value.is_contiguous():
         raise ValueError(

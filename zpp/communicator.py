@@ -10,17 +10,18 @@ import torch.distributed as dist
 import zpp.all_gather
 import zpp.all_reduce
 import zpp.reduce_scatter
+from zpp import kernels, streams
 from zpp.agreement import Agreement, compare
 from zpp.engine import Engine
-from zpp.errors import UnavailableError
 from zpp.format import BlockFormat, Formats
-from zpp.kernels import for_device
 from zpp.parted import PartedTensor
 from zpp.secondary import SecondaryPartition
 from zpp.stats import Stats
 from zpp.topology import Topology
 from zpp.transport import Transport
-from zpp.transport.torch_dist import TorchTransport, detect_topology
+from zpp.transport.torch_device import DeviceTransport, require_nccl
+from zpp.transport.torch_dist import TorchTransport
+from zpp.transport.torch_groups import detect_topology
 from zpp.version import __version__
 from zpp.work import Work
 from zpp.workspace import Workspace
@@ -30,7 +31,8 @@ class Communicator:
     """Quantized collectives over a torch.distributed group, or over another transport.
 
     group: the ranks, the default group if None. ranks_per_node: how many consecutive ranks share a node;
-    found from the host names if None. formats: the default encodings. device: where tensors live.
+    found from the host names if None. formats: the default encodings. device: where tensors live, the CPU or
+    a CUDA device (the current one if it has no index), to which the group's back end has to be NCCL.
     strict: raise instead of passing through what cannot be compressed. seed: of stochastic rounding.
     span: values of the full tensor that one pipeline job moves; larger tensors go in several, so that
     their hops overlap. threads: of the CPU kernels, ``torch.get_num_threads()`` if None. debug: compare the
@@ -58,13 +60,12 @@ class Communicator:
             raise ValueError(f"span must be at least 1 value, not {span}")
         self.formats = Formats.default() if formats is None else formats
         device = torch.device(device)
-        if device.type == "cuda":
-            raise UnavailableError(
-                f"the collectives do not take tensors on {device} yet: only the kernels do, by themselves"
-            )
-        kernels = for_device(device, threads)
+        fused = kernels.for_device(device, threads)
+        if device == torch.device("cuda"):  # without an index, which its tensors have
+            device = torch.device("cuda", torch.cuda.current_device())
+        queues = streams.for_device(device)
         if transport is None:
-            transport = _torch_transport(group, ranks_per_node)
+            transport = _torch_transport(group, ranks_per_node, device)
         elif group is not None or ranks_per_node is not None:
             raise ValueError("a transport brings its own group and ranks_per_node: pass either, not both")
         compare(transport.exchange, f"zpp {__version__}, {self.formats}, span {span}, seed {seed}")
@@ -72,15 +73,21 @@ class Communicator:
             debug = os.environ.get("ZPP_DEBUG") == "1"
         self._engine = Engine(
             transport=transport,
-            kernels=kernels,
-            workspace=Workspace(transport.memory),
+            kernels=fused,
+            workspace=Workspace(transport.memory, streams=queues),
             stats=Stats(),
             agreement=Agreement(transport.exchange, always=debug),
             device=device,
+            streams=queues,
             span=span,
             seed=seed,
             strict=strict,
         )
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors of all calls have to be."""
+        return self._engine.device
 
     @property
     def topology(self) -> Topology:
@@ -173,14 +180,20 @@ def _finish(work: Work, async_op: bool) -> Work | None:
     return None
 
 
-def _torch_transport(group: dist.ProcessGroup | None, ranks_per_node: int | None) -> TorchTransport:
+def _torch_transport(
+    group: dist.ProcessGroup | None, ranks_per_node: int | None, device: torch.device
+) -> Transport:
     if not dist.is_initialized():
         raise ValueError("call torch.distributed.init_process_group first, or pass a transport")
     group = dist.group.WORLD if group is None else group
     if not isinstance(group, dist.ProcessGroup):
         raise ValueError("this rank is not a member of the group")
+    if device.type != "cpu":
+        require_nccl(group, device)
     if ranks_per_node is None:
         topology = detect_topology(group)
     else:
         topology = Topology(group.rank(), group.size(), ranks_per_node)
-    return TorchTransport(group, topology)
+    if device.type == "cpu":
+        return TorchTransport(group, topology)
+    return DeviceTransport(group, topology, device)

@@ -14,7 +14,10 @@ from zpp.format import BlockFormat, Noise, Rounding, ValueType
 from zpp.kernels import Kernels
 from zpp.layout import GROUP, round_up
 from zpp.pipeline import Pipeline
+from zpp.pipeline.streams import StreamPipeline
+from zpp.pipeline.threads import ThreadPipeline
 from zpp.stats import Stats
+from zpp.streams import Streams
 from zpp.topology import Axis, Topology
 from zpp.transport import Channel, Transport
 from zpp.workspace import Workspace
@@ -29,7 +32,10 @@ VALUE_TYPES = {
 
 @dataclass
 class Engine:
-    """`span` bounds a pipeline job: the values of the full tensor that one job moves."""
+    """`span` bounds a pipeline job: the values of the full tensor that one job moves.
+
+    streams: the device's; None where work is done when a call returns.
+    """
 
     transport: Transport
     kernels: Kernels
@@ -37,15 +43,19 @@ class Engine:
     stats: Stats
     agreement: Agreement
     device: torch.device
+    streams: Streams | None = None
     span: int = 4 << 20
     seed: int = 0
     strict: bool = False
-    gathers: Pipeline = field(default_factory=lambda: Pipeline("gather"))
-    reductions: Pipeline = field(default_factory=lambda: Pipeline("reduction"))
-    _streams: itertools.count[int] = field(default_factory=itertools.count)
+    _noise_streams: itertools.count[int] = field(default_factory=itertools.count)
 
     def __post_init__(self) -> None:
+        self.gathers = self._pipeline("gather")
+        self.reductions = self._pipeline("reduction")
         self._loans = {channel: Loans(self.workspace) for channel in Channel}
+
+    def _pipeline(self, name: str) -> Pipeline:
+        return ThreadPipeline(name) if self.streams is None else StreamPipeline(name, self.streams)
 
     @property
     def topology(self) -> Topology:
@@ -64,7 +74,12 @@ class Engine:
 
     def next_stream(self) -> int:
         """A number that no other call of this communicator has, the same on every rank."""
-        return next(self._streams)
+        return next(self._noise_streams)
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """A pipeline's lane uses memory that is not of the workspace: it stays until the lane has done so."""
+        if self.streams is not None:
+            self.streams.keep(tensor)
 
     def all_gather(
         self, axis: Axis, send: torch.Tensor, logical: int, *, into: Sequence[torch.Tensor] | None = None

@@ -10,7 +10,6 @@ the hop that vanishes is left out: that is the one-hop form, with a single encod
 
 from __future__ import annotations
 
-from concurrent.futures import Future
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +23,7 @@ from zpp.kernels import Kernels
 from zpp.kernels.exact import ExactKernels
 from zpp.layout import spans
 from zpp.parted import PartedTensor
+from zpp.pipeline import Job
 from zpp.topology import Axis
 from zpp.work import Work
 
@@ -43,7 +43,7 @@ class _Call:
 
 
 @dataclass
-class _Job:
+class _Span:
     """One span of one reduce-scatter; its three stages run in the three lanes of the reduction pipeline."""
 
     call: _Call
@@ -60,7 +60,7 @@ class _Job:
         self.numel = self.full.numel() // self.engine.topology.world_size
         self.logical = self.numel * self.full.dtype.itemsize
 
-    def submit(self) -> Future[None]:
+    def submit(self) -> Job:
         return self.engine.reductions.submit((self.encode, self.reduce_and_cross_nodes, self.reduce))
 
     def _take(self, fmt: BlockFormat, count: int) -> torch.Tensor:
@@ -76,9 +76,12 @@ class _Job:
         if isinstance(self.full, PartedTensor):
             parts, kind = self.full.parts, self.call.wire
             self.kernels.encode_parts(parts, kind, first, out, self.numel, rows=rows, noise=noise)
+            for _, part in parts:
+                self.engine.keep(part)
         else:
             assert self.full is not None
             self.kernels.encode(self.full, first, out, rows=rows, noise=noise)
+            self.engine.keep(self.full)
         self.full = None
         if self.local > 1:
             self._cross(Axis.INTRA, self.nodes * self.logical)
@@ -103,6 +106,7 @@ class _Job:
     def reduce(self) -> None:
         last = self.inter if self.nodes > 1 else self.intra
         self.kernels.decode_reduce(self.crossing.receive(), last, self.shard, factor=self.call.factor)
+        self.engine.keep(self.shard)
         self.crossing.release(self.send)
 
 
@@ -154,7 +158,7 @@ def reduce_scatter(
     call = _Call(engine, kernels, intra, inter, wire, factor, streams, shard.numel())
     flat = shard.view(1, -1)
     jobs = [
-        _Job(call, _columns(full, engine.topology.world_size, a, b, wire), flat[:, a:b], a)
+        _Span(call, _columns(full, engine.topology.world_size, a, b, wire), flat[:, a:b], a)
         for a, b in spans(flat.shape[1], engine.shard_span())
     ]
     return Work("reduce_scatter", [job.submit() for job in jobs], shard)

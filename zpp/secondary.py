@@ -7,13 +7,13 @@ everything, so the weights can be gathered again without crossing nodes, and dec
 
 from __future__ import annotations
 
-from concurrent.futures import Future
 from dataclasses import dataclass
 
 import torch
 
 from zpp.errors import StaleSecondaryError
 from zpp.format import BlockFormat, ValueType
+from zpp.pipeline import Job
 from zpp.transport import Hop
 from zpp.workspace import Workspace
 
@@ -24,7 +24,7 @@ class KeptRecords:
 
     table: torch.Tensor
     """uint8 [nodes, record_nbytes], this rank's own record included."""
-    job: Future[None] | None = None
+    job: Job | None = None
     hop: Hop | None = None
     """The hop inside the node by which the peers read them."""
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
+from collections import defaultdict, deque
 from typing import Protocol
 
 import torch
 
 from zpp.layout import round_up
+from zpp.streams import Event, Streams
 
 _GRAIN = 4096
 """Bytes. Buffers are kept by size rounded up to this, so that nearly equal chunks share them."""
+_SPARE = 4
+"""Idle buffers of a size, on a device with streams, beyond which one is lent again: a job that was lent the
+buffer of the one before would have to wait for it, and nothing would overlap."""
 
 
 class Memory(Protocol):
@@ -42,12 +46,17 @@ def _size(nbytes: int) -> int:
 
 
 class Workspace:
-    """A pool of tables of records (uint8), from `memory`. At most `keep_nbytes` stay allocated while idle."""
+    """A pool of tables of records (uint8), from `memory`. At most `keep_nbytes` stay allocated while idle.
 
-    def __init__(self, memory: Memory, keep_nbytes: int = 256 << 20) -> None:
-        self._memory, self.keep_nbytes = memory, keep_nbytes
+    On a device with `streams` a table is lent to the current stream, which first waits for whoever had it.
+    """
+
+    def __init__(
+        self, memory: Memory, keep_nbytes: int = 256 << 20, *, streams: Streams | None = None
+    ) -> None:
+        self._memory, self.keep_nbytes, self._streams = memory, keep_nbytes, streams
         self._lock = threading.Lock()
-        self._idle: dict[int, list[torch.Tensor]] = defaultdict(list)
+        self._idle: dict[int, deque[tuple[torch.Tensor, Event | None]]] = defaultdict(deque)
         self._idle_nbytes = 0
         self._lent_nbytes = 0
         self.peak_nbytes = 0
@@ -56,26 +65,37 @@ class Workspace:
         """An uninitialised table of `count` records of `nbytes` bytes, to be given back by `give`."""
         size = _size(count * nbytes)
         with self._lock:
-            buffers = self._idle[size]
-            buffer = buffers.pop() if buffers else None
-            if buffer is not None:
-                self._idle_nbytes -= size
+            buffer, read = self._pop(size)
             self._lent_nbytes += size
             self.peak_nbytes = max(self.peak_nbytes, self._lent_nbytes + self._idle_nbytes)
         if buffer is None:
             buffer = self._memory.allocate(size)
+        elif read is not None and self._streams is not None:
+            self._streams.current().wait_event(read)
         if buffer.shape == (count, nbytes):  # as it was lent before: the usual case, in the usual step
             return buffer
         return buffer.as_strided((count, nbytes), (nbytes, 1))
 
+    def _pop(self, size: int) -> tuple[torch.Tensor | None, Event | None]:
+        """Under the lock: an idle buffer, and what to wait for before it is written to."""
+        idle = self._idle[size]
+        if len(idle) < (1 if self._streams is None else _SPARE):
+            return None, None
+        self._idle_nbytes -= size
+        # The one used last is in the cache of a CPU; the one used first is ready on a device with streams.
+        return idle.pop() if self._streams is None else idle.popleft()
+
     def give(self, table: torch.Tensor) -> None:
-        """Take back what `take` lent; the caller does not touch it again."""
-        size = _size(table.numel())
+        """Take back what `take` lent; what the current stream holds may still use it, nothing after that."""
+        size, read = _size(table.numel()), None
+        if self._streams is not None:
+            self._streams.keep(table)
+            read = self._streams.current().record_event()
         with self._lock:
             self._lent_nbytes -= size
             keep = self._idle_nbytes + size <= self.keep_nbytes
             if keep:
-                self._idle[size].append(table)
+                self._idle[size].append((table, read))
                 self._idle_nbytes += size
         if not keep:
             self._memory.free(table.as_strided((size,), (1,)))

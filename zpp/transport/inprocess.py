@@ -1,4 +1,4 @@
-"""Ranks as threads of one process: for tests, for learning, and for measuring without a network."""
+"""Ranks as threads of one process and one device: to test, to learn, to measure without a network."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import TypeVar
 
 import torch
 
+from zpp import streams
 from zpp.errors import PeerError
+from zpp.streams import Event
 from zpp.topology import Axis, Topology
 from zpp.transport import Channel, Hop
 from zpp.workspace import Heap, Memory
@@ -17,11 +19,18 @@ from zpp.workspace import Heap, Memory
 T = TypeVar("T")
 
 
+@dataclass(frozen=True)
+class _Posted:
+    data: torch.Tensor
+    ready: Event | None = None
+    """Behind what wrote `data`, on a device with streams."""
+
+
 @dataclass
 class _Slot:
     """One collective call of one group: what each member posted."""
 
-    posted: dict[int, torch.Tensor] = field(default_factory=dict)
+    posted: dict[int, _Posted] = field(default_factory=dict)
     taken: int = 0
 
 
@@ -40,12 +49,12 @@ class World:
             self._failed = self._failed or reason
             self._changed.notify_all()
 
-    def post(self, key: tuple[object, ...], rank: int, data: torch.Tensor) -> None:
+    def post(self, key: tuple[object, ...], rank: int, posted: _Posted) -> None:
         with self._changed:
-            self._slots.setdefault(key, _Slot()).posted[rank] = data.clone()
+            self._slots.setdefault(key, _Slot()).posted[rank] = posted
             self._changed.notify_all()
 
-    def collect(self, key: tuple[object, ...], ranks: list[int]) -> list[torch.Tensor]:
+    def collect(self, key: tuple[object, ...], ranks: list[int]) -> list[_Posted]:
         """What `ranks` posted under `key`, once all have; each of them collects once."""
         with self._changed:
             slot = self._slots.setdefault(key, _Slot())
@@ -77,11 +86,12 @@ class _Messages:
 
 
 class InProcessTransport:
-    """One rank's end of a World."""
+    """One rank's end of a World whose ranks have their tensors on `device`."""
 
-    def __init__(self, world: World, rank: int) -> None:
+    def __init__(self, world: World, rank: int, device: torch.device | str = "cpu") -> None:
         self.topology = Topology(rank, world.world_size, world.ranks_per_node)
-        self.memory: Memory = Heap(torch.device("cpu"))
+        self.memory: Memory = Heap(torch.device(device))
+        self._streams = streams.for_device(torch.device(device))
         self._world = world
         self._sequence: dict[tuple[object, ...], int] = {}
 
@@ -115,10 +125,13 @@ class InProcessTransport:
         assert recv is not None
         ranks, me = self.topology.group(axis), self.topology.index(axis)
         key = self._key(channel, axis, tuple(ranks))
-        self._world.post(key, self.topology.rank, send)
+        data = send.clone()
+        ready = None if self._streams is None else self._streams.current().record_event()
+        self._world.post(key, self.topology.rank, _Posted(data, ready))
 
         def collect() -> Sequence[torch.Tensor]:
-            for rank, part, data in zip(ranks, recv, self._world.collect(key, ranks), strict=True):
+            for rank, part, posted in zip(ranks, recv, self._world.collect(key, ranks), strict=True):
+                data = self._ready(posted)
                 mine = data.view(len(ranks), -1)[me] if scatter else data
                 if mine.numel() != part.numel():
                     raise PeerError(f"rank {rank} sent {mine.numel()} bytes where {part.numel()} were due")
@@ -127,18 +140,31 @@ class InProcessTransport:
 
         return _Messages(collect)
 
+    def _ready(self, posted: _Posted) -> torch.Tensor:
+        """What was posted, for the current stream to read."""
+        if self._streams is not None:
+            self._streams.current().wait_event(posted.ready)
+            self._streams.keep(posted.data)
+        return posted.data
+
     def exchange(self, message: bytes) -> list[bytes]:
         key = self._key("exchange")
-        self._world.post(key, self.topology.rank, torch.frombuffer(bytearray(message), dtype=torch.uint8))
+        posted = _Posted(torch.frombuffer(bytearray(message), dtype=torch.uint8))
+        self._world.post(key, self.topology.rank, posted)
         ranks = list(range(self.topology.world_size))
-        return [bytes(data.numpy()) for data in self._world.collect(key, ranks)]
+        return [bytes(posted.data.numpy()) for posted in self._world.collect(key, ranks)]
 
     def close(self) -> None:
         """The World keeps nothing of a rank that has collected what it waited for."""
 
 
 def run(
-    world_size: int, ranks_per_node: int, body: Callable[[InProcessTransport], T], *, timeout: float = 30.0
+    world_size: int,
+    ranks_per_node: int,
+    body: Callable[[InProcessTransport], T],
+    *,
+    timeout: float = 30.0,
+    device: torch.device | str = "cpu",
 ) -> list[T]:
     """Run `body` on every rank of a new World, each in a thread; its results in rank order.
 
@@ -151,7 +177,7 @@ def run(
 
     def rank_main(rank: int) -> None:
         try:
-            results[rank] = body(InProcessTransport(world, rank))
+            results[rank] = body(InProcessTransport(world, rank, device))
         except BaseException as error:  # handed to the caller below
             errors.append(error)
             world.fail(f"rank {rank} failed: {type(error).__name__}: {error}")

@@ -1,10 +1,8 @@
-"""Bytes over a torch.distributed ProcessGroup (gloo today; any back end with uint8 collectives)."""
+"""Bytes between CPUs, over a torch.distributed ProcessGroup (gloo)."""
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -14,43 +12,10 @@ from zpp.agreement import compare
 from zpp.errors import PeerError
 from zpp.topology import Axis, Topology
 from zpp.transport import Channel, Hop, node_memory
+from zpp.transport.torch_groups import Messages, destroy, exchange, own_subgroup
 from zpp.workspace import Heap, Memory
 
-# torch 2.13 renamed the tensor collectives and warns about the old name; 2.9 to 2.12 have only the old one.
-_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
 _TAGS = {channel: tag for tag, channel in enumerate(Channel)}
-
-
-def detect_topology(group: dist.ProcessGroup) -> Topology:
-    """The topology by host names. A collective call over the group."""
-    hosts: list[str] = [""] * group.size()
-    dist.all_gather_object(hosts, socket.gethostname(), group=group)
-    return Topology.from_hosts(group.rank(), hosts)
-
-
-@dataclass
-class _Messages:
-    """Messages under way, with their buffers; a failure is told in zpp's words."""
-
-    works: list[dist.Work]
-    sent: Sequence[torch.Tensor]
-    received: Sequence[torch.Tensor]
-    what: str
-
-    def receive(self) -> Sequence[torch.Tensor]:
-        try:
-            for work in self.works:
-                work.wait()
-        except RuntimeError as error:
-            raise PeerError(f"{self.what} failed: {error}") from error
-        return self.received
-
-    def release(self) -> None:
-        """The receive buffer is the caller's."""
-
-    def returned(self, *, wait: bool) -> bool:
-        return True  # since `receive` waited for the sends too
 
 
 class TorchTransport:
@@ -72,22 +37,7 @@ class TorchTransport:
         self.memory: Memory = Heap(torch.device("cpu")) if self._node is None else self._node.arena
         for axis in (Axis.INTRA, Axis.INTER):
             if topology.size(axis) > 1 and not self.reads_in_place(axis):
-                self._groups[axis] = self._own_subgroup(axis)
-
-    def _own_subgroup(self, axis: Axis) -> dist.ProcessGroup:
-        """This rank's group of the axis, made together with whoever has to take part."""
-        mine = self.topology.group(axis)
-        if self._world is not dist.group.WORLD:
-            # Ranks outside `group` do not call this, so only the members of each subgroup make it.
-            ranks = [dist.get_global_rank(self._world, i) for i in mine]
-            own: dist.ProcessGroup = dist.new_group(
-                ranks, timeout=self._timeout, use_local_synchronization=True
-            )
-            return own
-        made: list[tuple[list[int], dist.ProcessGroup]] = [
-            (ranks, dist.new_group(ranks, timeout=self._timeout)) for ranks in self.topology.groups(axis)
-        ]
-        return next(group for ranks, group in made if ranks == mine)
+                self._groups[axis] = own_subgroup(group, topology, axis, self._timeout)
 
     def reads_in_place(self, axis: Axis) -> bool:
         return axis is Axis.INTRA and self._node is not None
@@ -114,7 +64,7 @@ class TorchTransport:
         axis: Axis,
         parts: Sequence[torch.Tensor],
         recv: Sequence[torch.Tensor] | None,
-    ) -> _Messages:
+    ) -> Messages:
         """Send `parts[i]` to member i of the axis and receive `recv[i]` from it, straight to and from memory.
 
         gloo's own collectives copy: its all-gather passes everything through a buffer that it allocates.
@@ -124,7 +74,7 @@ class TorchTransport:
         size, me = len(parts), group.rank()
         received = [*recv[:me], parts[me], *recv[me + 1 :]]
         what = f"{what} ({channel.value}, axis {axis.value}, rank {self.topology.rank})"
-        hop = _Messages([], parts, received, what)
+        hop = Messages([], parts, received, what)
         if parts[me].numel() == 0:
             return hop
         peers = [(me + distance) % size for distance in range(1, size)]  # not all at the same one first
@@ -136,20 +86,10 @@ class TorchTransport:
         return hop
 
     def exchange(self, message: bytes) -> list[bytes]:
-        send = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-        recv = torch.empty(self.topology.world_size * len(message), dtype=torch.uint8)
-        try:
-            _all_gather_single(recv, send, group=self._world)
-        except RuntimeError as error:
-            raise PeerError(f"exchange of settings failed on rank {self.topology.rank}: {error}") from error
-        return [bytes(part.numpy()) for part in recv.view(self.topology.world_size, -1)]
+        return exchange(self._world, message, torch.device("cpu"))
 
     def close(self) -> None:
-        # c10d names a group that only its members make by its ranks: were it destroyed, the next one of
-        # the same ranks would meet the addresses that it left in the store. Such groups stay.
-        if self._world is dist.group.WORLD:
-            for group in self._groups.values():
-                dist.destroy_process_group(group)
+        destroy(self._world, list(self._groups.values()))
         self._groups.clear()
         if self._node is not None:
             self._node.close()

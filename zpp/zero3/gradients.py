@@ -51,7 +51,7 @@ class Gradients:
         in_order = sorted(self._arrived, key=lambda arrived: (arrived[0], arrived[1].numel()))
         self._arrived = []
         flat = PartedTensor(self.unit.flat.numel(), self.unit.flat.dtype, in_order)
-        self._shard = torch.empty(self.unit.shard_numel)
+        self._shard = torch.empty(self.unit.shard_numel, device=self._communicator.device)
         self._work = self._communicator.reduce_scatter(
             self._shard, flat, op=dist.ReduceOp.AVG, formats=self._formats, async_op=True
         )

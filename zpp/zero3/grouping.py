@@ -27,9 +27,11 @@ def group_parameters(root: nn.Module, units: list[nn.Module]) -> list[Group]:
         for name, parameter in module._parameters.items():
             if parameter is None:
                 continue
+            where = names[module] or "the root"
             if parameter.dtype != torch.float32:
-                where = names[module] or "the root"
                 raise TypeError(f"parameter {name} of {where} is {parameter.dtype}, not float32")
+            if parameter.is_meta:
+                raise ValueError(f"parameter {name} of {where} has no values, it is on the meta device")
             places.setdefault(parameter, []).append((module, name))
             homes.setdefault(parameter, set()).add(inside.get(module, len(units)))
     owners: list[Owners] = [{} for _ in range(len(units) + 1)]

@@ -6,6 +6,7 @@ which the units were given; reduce-scatters in the reverse of that order, whiche
 
 from __future__ import annotations
 
+import math
 import struct
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -47,15 +48,16 @@ def shard(
     units: submodules, in the order in which they run (usually the blocks); what they do not hold forms
     one more unit, the root's. Afterwards ``module.parameters()`` are this rank's float32 parts, under
     their own names: make the optimizer from them. Forward and backward compute in `compute_dtype`
-    (floating-point inputs are cast to it); gradients are averaged over ranks.
+    (floating-point inputs are cast to it); gradients are averaged over ranks. Parts and buffers are on the
+    communicator's device, wherever the module was: one that does not fit there may come from the CPU.
 
     qwz, hpz, qgz: quantized weights, secondary partitions, quantized gradients, each by itself.
     reshard_after_forward: free units after their forward pass and gather them again in backward; if
     False they stay whole between the two. The root's unit always does.
     prefetch: how many units ahead are gathered while one computes.
 
-    Units are freed and allocated again all the time: from here on glibc's malloc keeps the memory of freed
-    blocks up to the size of the largest unit, for the whole process.
+    Units are freed and allocated again all the time: on a CPU glibc's malloc keeps, from here on, the memory
+    of freed blocks up to the size of the largest unit, for the whole process.
 
     Raises MismatchError if the ranks' initial weights or arguments differ.
     """
@@ -72,12 +74,21 @@ def shard(
         f"zero3 qwz={qwz} hpz={hpz} qgz={qgz} {compute_dtype} reshard={reshard_after_forward} "
         f"prefetch={prefetch} weights {digest(groups)}",
     )
+    _move_buffers(module, communicator.device)
     made = []
     for (name, owner), owners in groups:
         unit = Unit(name, owners, communicator, weights, compute_dtype, keep_secondary=hpz)
         made.append((owner, unit))
-    heap.keep_freed_memory(max(unit.flat_nbytes for _, unit in made))
+    if communicator.device.type == "cpu":
+        heap.keep_freed_memory(max(unit.flat_nbytes for _, unit in made))
     return Sharded(module, communicator, made, gradients, compute_dtype, reshard_after_forward, prefetch)
+
+
+def _move_buffers(module: nn.Module, device: torch.device) -> None:
+    for owner in module.modules():
+        for name, buffer in owner._buffers.items():
+            if buffer is not None:
+                owner._buffers[name] = buffer.to(device)
 
 
 class Sharded:
@@ -133,9 +144,10 @@ class Sharded:
         Returns the norm before; the same value on every rank. A collective call.
         """
         gradients = [part.grad for part in self.parts() if part.grad is not None and part.numel()]
-        mine = sum(float(gradient.double().square().sum()) for gradient in gradients)
-        squares = [struct.unpack("d", said)[0] for said in self.communicator.exchange(struct.pack("d", mine))]
-        norm = float(sum(squares) ** 0.5)
+        squares = [gradient.double().square().sum() for gradient in gradients]
+        mine = float(torch.stack(squares).sum()) if squares else 0.0  # the host waits for the device once
+        everyone = self.communicator.exchange(struct.pack("d", mine))
+        norm = math.sqrt(sum(struct.unpack("d", said)[0] for said in everyone))
         if not norm <= max_norm:  # NaN scales too: every consumer sees it
             for gradient in gradients:
                 gradient.mul_(max_norm / (norm + 1e-6))
@@ -151,7 +163,7 @@ class Sharded:
             for attribute in owner._parameters
         }
         for unit in self._all_units():
-            flat = torch.empty(unit.flat.numel())
+            flat = torch.empty(unit.flat.numel(), device=self.communicator.device)
             self.communicator.all_gather(flat, unit.shard, fmt=_EXACT)
             for slot in unit.slots:
                 for place in slot.owners:

@@ -67,8 +67,8 @@ class Unit:
         # Parameters start on whole groups, so that every one of them is aligned for vector loads.
         total = sum(round_up(parameter.numel(), GROUP) for parameter in owners)
         self.shard_numel = shard_numel(total, world)
-        self.shard = torch.zeros(self.shard_numel)
-        self.flat = torch.empty(world * self.shard_numel, dtype=compute_dtype)
+        self.shard = torch.zeros(self.shard_numel, device=communicator.device)
+        self.flat = torch.empty(world * self.shard_numel, dtype=compute_dtype, device=communicator.device)
         self.slots: list[Slot] = []
         start, first = 0, rank * self.shard_numel
         for parameter, places in owners.items():

@@ -1,9 +1,4 @@
-"""A software pipeline: jobs pass through its lanes in order, each lane working on another job.
-
-This is what overlaps the hops of a collective with one another and with the caller's computing: while
-lane 2 decodes job i, lane 1 drives the second hop of job i + 1 and lane 0 encodes job i + 2. Jobs enter
-every lane in the order in which they were submitted, so all ranks send in the same order, whatever the
-timing.
+"""The lanes are threads.
 
 A thread that has finished a stage carries the job on into the next lane if that is free: a job that meets
 no other passes through all lanes in one thread, and every change of threads that is saved is a wait for
@@ -17,12 +12,12 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 
 from zpp.errors import PeerError, ZppError
+from zpp.pipeline import LANES, Stage
 
-Stage = Callable[[], None]
 _EXIT_SECONDS = 5.0
 """How long an interpreter that ends waits for jobs in flight: a peer may be gone."""
 
@@ -62,10 +57,10 @@ class _Entered:
         os.close(self._writer)
 
 
-class Pipeline:
+class ThreadPipeline:
     """`lanes` daemon threads, as many as can be busy; at most `depth` jobs are in the lanes."""
 
-    def __init__(self, name: str, lanes: int = 3, depth: int = 4) -> None:
+    def __init__(self, name: str, lanes: int = LANES, depth: int = 4) -> None:
         self.name, self._last, self._depth = name, lanes - 1, depth
         self._lock = threading.Lock()
         self._waiting: list[deque[_Job]] = [deque() for _ in range(lanes)]
