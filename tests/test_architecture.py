@@ -24,7 +24,7 @@ LAYERS = (
     ("zpp.kernels.cuda", "zpp.kernels.host", "zpp.kernels.numpy_backend"),
     ("zpp.transport.inprocess", "zpp.transport.torch_device", "zpp.transport.torch_dist"),
     ("zpp.kernels",),
-    ("zpp.kernels.exact",),
+    ("zpp.kernels.exact", "zpp.operators"),
     # The collectives.
     ("zpp.crossing", "zpp.secondary", "zpp.work"),
     ("zpp.engine",),
@@ -41,6 +41,7 @@ LAYERS = (
     ("collectives_bench",),
     (
         "collectives_bench.case",
+        "collectives_bench.clock",
         "collectives_bench.linux",
         "collectives_bench.options",
         "collectives_bench.text",

@@ -5,11 +5,20 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
 
 from collectives_bench.__main__ import main
+from collectives_bench.clock import HostClock
+from collectives_bench.kernels import differences
+from zpp.format import BlockFormat
+from zpp.kernels import for_device
+from zpp.kernels.numpy_backend import ReferenceKernels
 
 ROOT = Path(__file__).parent.parent
 KEYS = {"op", "format", "dtype", "gbps", "copy_gbps", "share_of_copy"}
@@ -51,6 +60,7 @@ def test_one_json_line_for_each_row_of_the_table(tmp_path: Path) -> None:
         (["--threads", "0"], "argument --threads: must be at least 1, got 0"),
         (["--device", "abacus"], "invalid choice: 'abacus'"),
         (["--rounds", "often"], "argument --rounds: invalid integer value: 'often'"),
+        (["--device", "cuda", "--threads", "2"], "--threads is for --device cpu"),
         (["--format", "int8"], "unrecognized arguments: --format int8"),
     ],
 )
@@ -81,3 +91,41 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
     printed = capsys.readouterr()
     assert "cannot write --json" in printed.err
     assert not printed.out
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+def test_without_a_gpu_the_gpu_table_ends_in_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["kernels", "--device", "cuda"]) == 2
+    printed = capsys.readouterr()
+    assert "torch finds no CUDA device" in printed.err
+    assert not printed.out
+
+
+class _OneBitOff(ReferenceKernels):
+    def decode_reduce(
+        self, records: Sequence[Tensor], fmt: BlockFormat, out: Tensor, *, factor: float = 1.0
+    ) -> None:
+        super().decode_reduce(records, fmt, out, factor=factor)
+        if fmt.rotate:
+            out.view(-1).view(torch.uint8)[-1] ^= 1
+
+
+def test_kernels_that_are_wrong_are_not_measured() -> None:
+    cpu = torch.device("cpu")
+    assert list(differences(for_device(cpu), cpu)) == []
+    assert list(differences(_OneBitOff(), cpu)) == [
+        f"decode_reduce int4/128 rotated {dtype}" for dtype in ("bfloat16", "float32")
+    ]
+
+
+def test_calls_are_timed_one_by_one() -> None:
+    done: list[int] = []
+
+    def slow() -> None:
+        done.append(1)
+        time.sleep(0.02)
+
+    first, second = HostClock().seconds([slow, lambda: done.append(2)])
+    assert done == [1, 2]
+    assert 0.02 <= first < 10
+    assert 0 <= second < first

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import itertools
+from datetime import timedelta
+from pathlib import Path
 
 import expected
 import pytest
 import torch
+import torch.distributed as dist
 from test_cuda_kernels import DTYPES, FORMATS, REFERENCE
 from test_kernels import NOISE, empty_records, peer_records, sources
+from test_operators import calls, round_trip
+from test_streams import collectives
+from test_zero3 import train
+from torch.utils import _pytree as pytree
 
+import zpp
 from zpp.errors import UnavailableError
 from zpp.format import BlockFormat, Code
 from zpp.kernels import Kernels, for_device
 from zpp.kernels.cuda import CudaKernels
 from zpp.kernels.operands import VALUE_TYPES
+from zpp.transport.inprocess import InProcessTransport, run
 
 pytestmark = pytest.mark.gpu
 
@@ -135,3 +144,74 @@ def test_every_device_has_its_own_kernels(kernels: Kernels) -> None:
         record = torch.empty_like(want, device=torch.device("cuda", index))
         kernels.encode(src.to(record.device), INT8, record)
         assert same(record, want)
+
+
+@pytest.mark.parametrize(("world", "per_node"), [(1, 1), (2, 1), (2, 2), (4, 2), (6, 3)])
+def test_collectives_give_the_bits_of_the_cpu(kernels: Kernels, world: int, per_node: int) -> None:
+    want = run(world, per_node, collectives)
+    got = run(world, per_node, lambda transport: collectives(transport, "cuda"), device=DEVICE)
+    for mine, theirs in zip(got, want, strict=True):
+        assert all(same(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+@pytest.mark.parametrize("world", [1, 4])
+def test_training_follows_the_cpu(kernels: Kernels, world: int) -> None:
+    """A module that stays on the CPU is sharded onto the GPU."""
+
+    def body(transport: InProcessTransport, device: str) -> list[float]:
+        torch.autograd.set_multithreading_enabled(False)
+        return train(transport, 10, device=device)[0]
+
+    want = run(world, min(world, 2), lambda transport: body(transport, "cpu"))
+    got = run(world, min(world, 2), lambda transport: body(transport, "cuda"), device=DEVICE)
+    for mine, theirs in zip(got, want, strict=True):
+        assert mine == pytest.approx(theirs, rel=0.02)
+        assert mine[-1] < mine[0]
+
+
+def test_a_collective_does_not_hold_up_the_host(kernels: Kernels) -> None:
+    """Neither to start it nor to wait for it, however much is in front of it."""
+
+    def body(transport: InProcessTransport) -> bool:
+        zp = zpp.Communicator(transport=transport, device=DEVICE)
+        shard, whole = torch.ones(1 << 20, device=DEVICE), torch.empty(2 << 20, device=DEVICE)
+        zp.all_gather(whole, shard)  # compiles the kernels
+        torch.cuda.synchronize(DEVICE)
+        torch.cuda._sleep(500_000_000)
+        work = zp.all_gather(whole, shard, async_op=True)
+        assert work is not None
+        work.wait()
+        early = not torch.cuda.current_stream(DEVICE).query()
+        with pytest.raises(zpp.PeerError, match="did not finish within 0.01 s"):
+            work.wait(timedelta(seconds=0.01))
+        zp.close()
+        return early
+
+    assert run(2, 1, body, device=DEVICE) == [True, True]
+
+
+def test_one_rank_over_nccl(kernels: Kernels, tmp_path: Path) -> None:
+    """The whole way through torch.distributed, as far as one device goes."""
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+    )
+    try:
+        zp = zpp.Communicator(device="cuda", ranks_per_node=1)
+        assert zp.device == DEVICE
+        values = torch.randn(5000, device=DEVICE)
+        whole, part = torch.empty_like(values), torch.empty_like(values)
+        zp.all_gather(whole, values)
+        zp.reduce_scatter(part, values)
+        assert torch.equal(whole, values)
+        assert torch.equal(part, values)
+        zp.close()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_operators(kernels: Kernels) -> None:
+    x, compiled = torch.randn(2, 700), torch.compile(round_trip, fullgraph=True, backend="aot_eager")
+    assert same(compiled(x.to(DEVICE)), round_trip(x))
+    for operator, arguments in calls(ROTATED, 333):
+        there = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(DEVICE), arguments)
+        assert set(torch.library.opcheck(operator, there).values()) == {"SUCCESS"}

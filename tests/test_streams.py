@@ -32,37 +32,39 @@ def emulation(monkeypatch: pytest.MonkeyPatch) -> Emulation:
     return Emulation(monkeypatch)
 
 
-def collectives(transport: InProcessTransport) -> list[torch.Tensor]:
+def collectives(transport: InProcessTransport, device: str = "cpu") -> list[torch.Tensor]:
     """All of them, several under way at the same time, their tensors let go of as early as can be."""
-    world = transport.topology.world_size
-    generator = torch.Generator().manual_seed(transport.topology.rank)
-    zp = zpp.Communicator(transport=transport, threads=1, span=world * 384)
+    world, rank = transport.topology.world_size, transport.topology.rank
+    generator = torch.Generator().manual_seed(rank)
+    zp = zpp.Communicator(transport=transport, device=device, threads=1, span=world * 384)
+
+    def normal(numel: int) -> torch.Tensor:
+        return torch.randn(numel, generator=generator).to(device)
+
+    def empty(numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(numel, dtype=dtype, device=device)
+
     secondary = zp.secondary_partition()
     results = []
     for step in range(3):
-        full = torch.randn(world * NUMEL, generator=generator).bfloat16()
-        shard, again = torch.empty(NUMEL), torch.empty(NUMEL, dtype=torch.bfloat16)
-        whole, twice = torch.empty(world * NUMEL), torch.empty(world * NUMEL)
-        ints = torch.arange(world * NUMEL) * (transport.topology.rank + 1)
+        full, ints = normal(world * NUMEL).bfloat16(), torch.arange(world * NUMEL, device=device) * (rank + 1)
+        shard, again = empty(NUMEL), empty(NUMEL, torch.bfloat16)
+        whole, twice = empty(world * NUMEL), empty(world * NUMEL)
         works = [
             zp.reduce_scatter(shard, full, formats=(INT8, NOISY), async_op=True),
             zp.reduce_scatter(again, full, formats=(EXACT, EXACT), async_op=True),
-            zp.all_gather(whole, torch.randn(NUMEL, generator=generator), secondary=secondary, async_op=True),
+            zp.all_gather(whole, normal(NUMEL), secondary=secondary, async_op=True),
         ]
         assert all(works)
         works[2].wait()  # type: ignore[union-attr]
         secondary.stamp(step)
         works.append(zp.all_gather_secondary(twice, secondary, step, async_op=True))
-        parts = [(3, torch.randn(500, generator=generator)), (800, torch.randn(100, generator=generator))]
-        parted = torch.empty(NUMEL)
-        works.append(
-            zp.reduce_scatter(parted, zpp.PartedTensor(world * NUMEL, torch.float32, parts), async_op=True)
-        )
-        del parts, full
-        summed, odd = torch.empty(NUMEL, dtype=torch.int64), torch.randn(world * 100 + 1, generator=generator)
+        parts = zpp.PartedTensor(world * NUMEL, torch.float32, [(3, normal(500)), (800, normal(100))])
+        parted, summed, odd = empty(NUMEL), empty(NUMEL, torch.int64), normal(world * 100 + 1)
+        works.append(zp.reduce_scatter(parted, parts, async_op=True))
         works.append(zp.reduce_scatter(summed, ints, op=torch.distributed.ReduceOp.SUM, async_op=True))
         works.append(zp.all_reduce(odd, async_op=True))
-        del ints
+        del parts, full, ints
         for work in reversed(works):
             assert work is not None
             work.wait()

@@ -22,10 +22,12 @@ def gradient(part: torch.Tensor) -> torch.Tensor:
 
 
 def sharded(
-    transport: InProcessTransport, formats: Formats | None = None, **settings: Any
+    transport: InProcessTransport, formats: Formats | None = None, device: str = "cpu", **settings: Any
 ) -> tuple[Net, zpp.zero3.Sharded]:
     model = net()
-    communicator = zpp.Communicator(transport=transport, formats=formats or Formats.default(), threads=1)
+    communicator = zpp.Communicator(
+        transport=transport, formats=formats or Formats.default(), device=device, threads=1
+    )
     return model, zpp.zero3.shard(model, units=list(model.blocks), communicator=communicator, **settings)
 
 
@@ -35,14 +37,15 @@ def train(
     formats: Formats | None = None,
     *,
     eps: float = 1e-8,
+    device: str = "cpu",
     **settings: Any,
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
-    model, handle = sharded(transport, formats, **settings)
+    model, handle = sharded(transport, formats, device, **settings)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, eps=eps)
     losses = []
     for step in range(steps):
         optimizer.zero_grad()
-        loss = loss_of(model, batch(step, transport.topology.rank))
+        loss = loss_of(model, batch(step, transport.topology.rank).to(device))
         loss.backward()
         optimizer.step()
         losses.append(loss.item())

@@ -3,10 +3,10 @@
 Importing this touches no GPU, no MPI and no process group.
 """
 
-from zpp import zero3
+from zpp import operators, zero3
 from zpp.communicator import Communicator
 from zpp.errors import MismatchError, PeerError, StaleSecondaryError, UnavailableError, ZppError
-from zpp.format import BlockFormat, Code, Formats, Rounding, ScaleType
+from zpp.format import BlockFormat, Code, Formats, Noise, Rounding, ScaleType
 from zpp.parted import PartedTensor
 from zpp.secondary import SecondaryPartition
 from zpp.topology import Axis, Topology
@@ -19,6 +19,7 @@ __all__ = [
     "Communicator",
     "Formats",
     "MismatchError",
+    "Noise",
     "PartedTensor",
     "PeerError",
     "Rounding",
@@ -29,5 +30,6 @@ __all__ = [
     "UnavailableError",
     "ZppError",
     "__version__",
+    "operators",
     "zero3",
 ]

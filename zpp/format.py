@@ -102,6 +102,10 @@ class BlockFormat:
     def blocks(self, numel: int) -> int:
         return ceil_div(numel, self.block) if self.quantized else 0
 
+    def scales_nbytes(self, numel: int) -> int:
+        """Bytes of the scales of `numel` values."""
+        return round_up(self.blocks(numel) * self.scale.itemsize, RECORD_ALIGNMENT)
+
     def record_nbytes(self, numel: int) -> int:
         """Bytes of one record of `numel` values: payload, then scales, each padded to 16 bytes."""
         return _record_nbytes(self, numel)
@@ -118,8 +122,7 @@ class BlockFormat:
 
 @lru_cache(maxsize=4096)
 def _record_nbytes(fmt: BlockFormat, numel: int) -> int:
-    scales = round_up(fmt.blocks(numel) * fmt.scale.itemsize, RECORD_ALIGNMENT)
-    return fmt.payload_nbytes(numel) + scales
+    return fmt.payload_nbytes(numel) + fmt.scales_nbytes(numel)
 
 
 @dataclass(frozen=True)

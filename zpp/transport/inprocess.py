@@ -170,6 +170,9 @@ def run(
 
     The first exception, by time, is raised again once every rank has ended; the other ranks' waits end
     with a PeerError that names it.
+
+    On an accelerator autograd has one thread for all ranks, in which one would wait for another for ever:
+    a `body` with a backward pass calls torch.autograd.set_multithreading_enabled(False) first.
     """
     world = World(world_size, ranks_per_node, timeout)
     results: dict[int, T] = {}
